@@ -11,7 +11,7 @@ from common.files import read_text
 from kernels.lookup import ROOT, KernelError, impls  # noqa: F401  for those who import names
 
 # The order of the model; all other ops follow, sorted by name
-FIRST = "norm", "rms_norm", "linear", "attention", "mlp", "loss"
+FIRST = "norm", "rms_norm", "linear", "rope", "attention", "mlp", "glu", "loss"
 ALL_OPS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 ALL_OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
 

@@ -95,7 +95,8 @@ def after_attention(block: nn.Module, out: Tensor, x: Tensor) -> Tensor:
 
 
 def weights_before_attention(block: nn.Module) -> list[nn.Parameter]:
-    return [*block.ln_1.parameters(), *block.attn.c_attn.parameters()]
+    norms = [norm.weight for norm in (block.attn.q_norm, block.attn.k_norm) if norm is not None]
+    return [*block.ln_1.parameters(), *block.attn.c_attn.parameters(), *norms]
 
 
 def weights_after_attention(block: nn.Module) -> list[nn.Parameter]:

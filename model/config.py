@@ -42,6 +42,11 @@ class GPTConfig:
     norm_eps: float = EPS  # is added to the variance, or with rmsnorm to the mean square
     head_dim: int | None = None  # channels of a head; null: n_embd / n_head
     rope_theta: float = 10000.0  # the base of the rotary frequencies: the slowest turns once in about 2 pi theta tokens
+    rope_scaling: float | None = None  # Llama 3's factor for the slow frequencies: kernels/rope/__init__.py
+    qk_norm: bool = False  # RMSNorm of each query and key, before the rotation
+    mlp: str = "gelu"  # gelu | relu2 | swiglu, which has two matrices in the place of the first
+    hidden: int | None = None  # width of the MLP; null: 4 n_embd, and with swiglu 8/3 n_embd, rounded up to 64
+    tie_embeddings: bool = True  # the head is the table of the token embeddings
 
     def __post_init__(self):
         for field in fields(self):
@@ -69,9 +74,14 @@ class GPTConfig:
             self.window is None or 1 <= self.window < 2**31,
             f"model.window={value_text(self.window)}: it must be in [1, 2^31), or null",
         )
+        check(
+            self.hidden is None or 1 <= self.hidden <= 2**20,
+            f"model.hidden={value_text(self.hidden)}: it must be from 1 to {2**20:,}, or null",
+        )
         choices = {
             "pos": ("learned", "rope"),
             "norm": ("layernorm", "rmsnorm"),
+            "mlp": ("gelu", "swiglu", "relu2"),
             "checkpointing": ("none", "block", "host", "chunks"),
         }
         for key, names in choices.items():
@@ -89,6 +99,13 @@ class GPTConfig:
         check(0 <= self.dropout < 1, f"model.dropout={self.dropout}: it must be in [0, 1)")
         check(0 < self.norm_eps < 1, f"model.norm_eps={self.norm_eps}: it must be in (0, 1)")
         check(1 < self.rope_theta < 1e12, f"model.rope_theta={self.rope_theta}: it must be in (1, 1e12)")
+        check(
+            self.rope_scaling is None or 1 <= self.rope_scaling < 1e6,
+            f"model.rope_scaling={self.rope_scaling}: it must be a factor in [1, 1e6), or null",
+        )
+        rotary_only = {"qk_norm=true": self.qk_norm, f"rope_scaling={self.rope_scaling}": self.rope_scaling}
+        for text, is_set in rotary_only.items():
+            check(self.pos == "rope" or not is_set, f"model.{text} needs rotary positions: add model.pos=rope")
         check(
             self.checkpointing != "chunks" or not self.dropout,
             f"model.checkpointing=chunks does not support dropout: model.dropout={self.dropout} must be 0, or choose "
@@ -121,6 +138,13 @@ class GPTConfig:
     def head_size(self) -> int:
         """The channels of a head."""
         return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the MLP. By default all kinds of MLP have 8 n_embd^2 weights."""
+        if self.hidden is not None:
+            return self.hidden
+        return padded(-(-8 * self.n_embd // 3)) if self.mlp == "swiglu" else 4 * self.n_embd
 
     @property
     def kv_heads(self) -> int:

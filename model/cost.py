@@ -6,19 +6,27 @@ from model.config import GPTConfig
 
 
 def parameters(config: GPTConfig) -> int:
-    """The number of parameters. The head is the token table, so it counts once."""
-    C, bias = config.n_embd, int(config.bias)
+    """The number of parameters. If the head is the token table, it counts once."""
+    C, F, bias = config.n_embd, config.hidden_size, int(config.bias)
     norm = C * (1 + (bias if config.norm == "layernorm" else 0))
     queries = config.n_head * config.head_size  # C, unless head_dim says otherwise
     heads = queries + 2 * config.kv_heads * config.head_size  # the width of c_attn: 3C without GQA
-    # weights: c_attn, c_proj, and 8C^2 of the MLP; biases: c_attn, and C, 4C, C
-    block = 2 * norm + (heads + queries + 8 * C) * C + (heads + 6 * C) * bias
-    return config.vocab_size * C + position_parameters(config) + config.n_layer * block + norm
+    rows = 2 * F if config.mlp == "swiglu" else F  # of c_fc: 4C in GPT-2
+    # weights: c_attn, attn.c_proj, c_fc, mlp.c_proj, q_norm and k_norm; biases: those of the first four
+    block = 2 * norm + (heads + queries + rows + F) * C + 2 * config.head_size * config.qk_norm
+    block += (heads + C + rows + C) * bias
+    return config.vocab_size * C + lookup_parameters(config) + config.n_layer * block + norm
 
 
 def position_parameters(config: GPTConfig) -> int:
-    """The parameters of the position table. They are looked up, not multiplied, so they cost no FLOPs."""
+    """The parameters of the position table."""
     return config.block_size * config.n_embd if config.pos == "learned" else 0
+
+
+def lookup_parameters(config: GPTConfig) -> int:
+    """The parameters of the tables from which rows are only looked up, not multiplied: they cost no FLOPs."""
+    tokens = 0 if config.tie_embeddings else config.vocab_size * config.n_embd
+    return position_parameters(config) + tokens
 
 
 def figures(config: GPTConfig, length: int) -> dict[str, float]:
@@ -33,12 +41,12 @@ def figures(config: GPTConfig, length: int) -> dict[str, float]:
 def flops_per_token(config: GPTConfig, length: int) -> float:
     """Training FLOPs a token for sequences of T = length tokens: 6 N + 12 L C T (PaLM, arXiv:2204.02311, appendix B).
 
-    N leaves out the position table, and C is the width of all heads. Attention counts in full, although a causal kernel
-    may skip half of it. With a sliding window, T is at most the window.
+    N leaves out the tables of lookup_parameters(), and C is the width of all heads. Attention counts in full, although
+    a causal kernel may skip half of it. With a sliding window, T is at most the window.
     """
     T = min(length, config.window or length)
     attention = 12 * config.n_layer * config.n_head * config.head_size * T
-    return 6 * (parameters(config) - position_parameters(config)) + attention
+    return 6 * (parameters(config) - lookup_parameters(config)) + attention
 
 
 def prefill_flops(config: GPTConfig, batch: int, length: int) -> float:
@@ -55,9 +63,9 @@ def kv_cache_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtyp
 def decode_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype) -> int:
     """The bytes that a decoding step with `length` keys must read at least: all weights and the cache, in `dtype`.
 
-    The step reads one row of the position table; this row is not counted.
+    The step reads one row of a table of lookup_parameters(); this row is not counted.
     """
-    weights = (parameters(config) - position_parameters(config)) * dtype.itemsize
+    weights = (parameters(config) - lookup_parameters(config)) * dtype.itemsize
     return weights + kv_cache_bytes(config, batch, length, dtype)
 
 
@@ -69,7 +77,7 @@ def describe(config: GPTConfig, length: int) -> tuple[str, str]:
     shape = f"{config.n_layer} layers, {heads}, {config.n_embd} wide, {config.pos} positions"
     if config.window:
         shape += f", a window of {config.window:,}"
-    matmul_parameters = parameters(config) - position_parameters(config)
+    matmul_parameters = parameters(config) - lookup_parameters(config)
     keys = min(length, config.window or length)
     flops = f"6 x {matmul_parameters / 1e6:.1f}M + 12 x {config.n_layer} x {config.n_head * config.head_size} x {keys}"
     return f"{parameters(config) / 1e6:.1f}M: {shape}", flops

@@ -146,11 +146,16 @@ class Decoder:
             f"model.norm={config.norm}": config.norm != "layernorm",
             f"model.norm_eps={config.norm_eps:g}": config.norm_eps != contract.EPS,
             f"model.rope_theta={config.rope_theta:g}": config.pos == "rope" and config.rope_theta != contract.THETA,
+            f"model.rope_scaling={config.rope_scaling}": config.rope_scaling is not None,
             f"model.head_dim={config.head_dim}": config.head_size * config.n_head != config.n_embd,
+            "model.qk_norm=true": config.qk_norm,
+            f"model.mlp={config.mlp}": config.mlp != "gelu",
+            f"model.hidden={config.hidden}": config.mlp == "gelu" and config.hidden_size != 4 * config.n_embd,
+            "model.tie_embeddings=false": not config.tie_embeddings,
         }
         if names := " and ".join(name for name, present in others.items() if present):
             raise Unavailable(
-                f"kernels.decode={self.name} computes GPT-2's norms, heads and positions only, and this model has "
+                f"kernels.decode={self.name} computes GPT-2's shape only, and this model has "
                 f"{names}: choose kernels.decode=blocks"
             )
         return weights_of(self.model)

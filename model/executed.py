@@ -35,7 +35,10 @@ def call_shapes(
         "head_dim": config.head_size,
         "vocab_size": config.vocab_size,
         "window": None if keys else config.window,  # the cache has no other keys
-        "learned_positions": config.pos == "learned",
+        "pos": config.pos,
+        "qk_norm": config.qk_norm,
+        "mlp": config.mlp,
+        "hidden": config.hidden_size,
         "residual_dtype": PRECISIONS[precision][0],
         "norm": config.norm,
         "eps": config.norm_eps,

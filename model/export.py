@@ -40,7 +40,11 @@ def check_exportable(source: Pretrained, format: str) -> None:
         "shared keys and values (n_kv_head)": config.kv_heads != config.n_head,
         "a sliding window": config.window is not None,
         "heads of another width (head_dim)": config.n_head * config.head_size != config.n_embd,
+        "normalised q and k (qk_norm)": config.qk_norm,
         "RMSNorm": config.norm == "rmsnorm",
+        f"the MLP {config.mlp}": config.mlp != "gelu",
+        "an MLP of another width (hidden)": config.mlp == "gelu" and config.hidden_size != 4 * config.n_embd,
+        "a head of its own (tie_embeddings)": not config.tie_embeddings,
         "another epsilon in its norms (norm_eps)": config.norm_eps != EPS,
     }
     names = " and ".join(name for name, present in extras.items() if present)

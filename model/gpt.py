@@ -8,6 +8,7 @@ it is used. The residual stream has the dtype of the stored weights (PRECISIONS 
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from kernels.cache import Cache
 from kernels.packed import split
 from kernels.registry import Ops, norm_before
-from kernels.rope import rope_table, rotate
+from kernels.rope import rope_table
 from model.chunks import run_in_chunks
 from model.config import EPS, GPTConfig
 from model.recompute import BlockRunner
@@ -71,6 +72,9 @@ class Attention(nn.Module):
         self.attention = self.cached_attention = ops.attention  # parallel=context replaces the first
         self.heads = (config.n_head, config.kv_heads, config.kv_heads)
         self.options = {} if config.window is None else {"window": config.window}
+        self.rope = ops.rope
+        self.q_norm = nn.RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
         self.c_attn = Linear(ops, config.n_embd, sum(self.heads) * config.head_size, bias=config.bias)
         self.c_proj = Linear(ops, config.n_head * config.head_size, config.n_embd, bias=config.bias)
 
@@ -78,10 +82,21 @@ class Attention(nn.Module):
         return self.c_proj(self.attend(*self.qkv(x, rope), starts, cache).flatten(2))
 
     def qkv(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, T, H, D), k and v (B, T, Hkv, D), rotated if the positions are rotary."""
-        B, T, _ = x.shape
-        q, k, v = split(self.c_attn(x).view(B, T, sum(self.heads), -1), self.heads)
-        return (q, k, v) if rope is None else (rotate(q, rope), rotate(k, rope), v)
+        """Return q (B, T, H, D), k and v (B, T, Hkv, D), views of one tensor.
+
+        q and k are rotated if the positions are rotary, and before that normalised if the model does so.
+        """
+        qkv = self.c_attn(x).view(*x.shape[:2], sum(self.heads), -1)
+        if rope is not None:
+            qkv = self.rope(qkv, rope, self.heads[1], **self.norms_in_dtype(x.dtype))
+        return split(qkv, self.heads)
+
+    def norms_in_dtype(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the arguments of rope() that normalise q and k: only those in use, because a backend may lack them."""
+        if self.q_norm is None:
+            return {}
+        weights = {"q_weight": cast(self.q_norm.weight, dtype), "k_weight": cast(self.k_norm.weight, dtype)}
+        return weights if self.q_norm.eps == EPS else {**weights, "eps": self.q_norm.eps}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, cache: Cache | None = None) -> Tensor:
         """Return the output of each head, (B, T, H, D)."""
@@ -98,15 +113,20 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """x (B, T, C) -> (B, T, C). With mlp=swiglu, c_fc has the rows of the gate, then those of up (kernels/glu)."""
+
     def __init__(self, config: GPTConfig, ops: Ops):
         super().__init__()
-        self.mlp = ops.mlp
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.op = "glu" if config.mlp == "swiglu" else "mlp"
+        self.mlp = getattr(ops, self.op)
+        self.options = {"activation": config.mlp} if config.mlp == "relu2" else {}  # a backend need not take it
+        rows = config.hidden_size * (2 if self.op == "glu" else 1)
+        self.c_fc = nn.Linear(config.n_embd, rows, bias=config.bias)
+        self.c_proj = nn.Linear(config.hidden_size, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
-        return self.mlp(x, *(cast(weight, x.dtype) for weight in weights))
+        return self.mlp(x, *(cast(weight, x.dtype) for weight in weights), **self.options)
 
 
 class Block(nn.Module):
@@ -121,8 +141,8 @@ class Block(nn.Module):
         is_square = (config.n_head + 2 * config.kv_heads) * config.head_size == config.n_embd  # see kernels/fp8.py
         self.ln_1 = Norm(config, ops, dtype, next_op=None if is_square else "linear")
         self.attn = Attention(config, ops)
-        self.ln_2 = Norm(config, ops, dtype, next_op="mlp")
         self.mlp = MLP(config, ops)
+        self.ln_2 = Norm(config, ops, dtype, next_op=self.mlp.op)
         self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.chunked = config.checkpointing == "chunks"
 
@@ -150,7 +170,9 @@ class GPT(nn.Module):
         self.config, self.loss = config, ops.loss
         self.part = 0  # with parallel=context, idx is this part of each sequence: see model/context.py
         self.run_block = BlockRunner(config.checkpointing, config.keep_attention, ops.attention, config.dropout)
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also lm_head (Press and Wolf 2017)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        # None: the head is wte (Press and Wolf 2017)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
         self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.h = nn.ModuleList(Block(config, ops, dtype) for _ in range(config.n_layer))
@@ -174,7 +196,7 @@ class GPT(nn.Module):
         else:
             positions = cache.token_positions(T)  # (T,); in a decoding step (B, T)
             cache = cache.locate(positions)
-        rope = rope_table(positions, self.config.head_size, self.config.rope_theta) if self.wpe is None else None
+        rope = self.rope_table(positions) if self.wpe is None else None
         x, residual = self.drop(self.embed(idx, positions)), None  # (B, T, C)
         for i, block in enumerate(self.h):
             layer_cache = None if cache is None else cache.layer(i)
@@ -184,12 +206,22 @@ class GPT(nn.Module):
         if targets is not None:
             return self.head_loss(x, residual, targets)
         x, _ = self.ln_f(x, residual)
-        return F.linear(x, cast(self.wte.weight, x.dtype))  # logits
+        return F.linear(x, cast(self.head.weight, x.dtype))  # logits
 
     def head_loss(self, x: Tensor, residual: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of the last block's output."""
         x, _ = self.ln_f(x, residual)
-        return self.loss(x, cast(self.wte.weight, x.dtype), targets)
+        return self.loss(x, cast(self.head.weight, x.dtype), targets)
+
+    @property
+    def head(self) -> nn.Module:
+        """The module whose weight (V, C) makes the logits."""
+        return self.wte if self.lm_head is None else self.lm_head
+
+    def rope_table(self, positions: Tensor) -> Tensor:
+        """Return the cosines and sines of positions (T,) or (B, T), for the op rope."""
+        config = self.config
+        return rope_table(positions, config.head_size, config.rope_theta, config.rope_scaling)
 
     def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
         """Return the embeddings of the tokens, plus those of the positions if they are learned, (B, T, C)."""

@@ -21,7 +21,7 @@ def weights_of(model: GPT) -> Weights:
     wte = cast(model.wte.weight, dtype)
     return Weights(
         wte=wte,
-        head=wte,
+        head=wte if model.lm_head is None else cast(model.lm_head.weight, dtype),
         wpe=None if model.wpe is None else cast(model.wpe.weight, dtype),
         layers=tuple(map(layer, model.h)),
         ln_f_weight=cast(model.ln_f.weight, dtype),

@@ -90,18 +90,16 @@ def in_model(
     kv_heads: int,
     head_dim: int,
     window: int | None,
-    learned_positions: bool,
     documents: bool,
     keys: int | None = None,
     **_: object,
 ) -> dict[str, Any]:
     """Return the arguments of inputs() for a model's call.
 
-    `keys` is the number of keys in the cache of a decoding step, and None for other calls. `documents` is true if
-    attention stays inside documents. q, k and v are views of one tensor only with learned positions, because rotating q
-    and k copies them.
+    `keys` is the number of keys in the cache of a decoding step, and None for other calls. Without a cache, q, k and v
+    are views of one tensor. `documents` is true if attention stays inside documents.
     """
-    options = {"keys": keys, "lengths": [keys] * batch} if keys else {"packed": learned_positions}
+    options = {"keys": keys, "lengths": [keys] * batch} if keys else {"packed": True}
     if documents:
         options["documents"] = [length]
     return {"shape": (batch, length, n_head, head_dim), "kv_heads": kv_heads, "window": window, **options}

@@ -1,8 +1,8 @@
 """The contract of the op mlp: the MLP of a block, two matmuls with an activation between them.
 
-    mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False) -> y
+    mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False, activation="gelu") -> y
 
-    y = gelu(x @ w_fc.T + b_fc) @ w_proj.T + b_proj
+    y = activation(x @ w_fc.T + b_fc) @ w_proj.T + b_proj
 
     x       (..., C)
     w_fc    (F, C)     F = 4 C in GPT-2
@@ -10,9 +10,11 @@
     w_proj  (C, F)
     b_proj  (C,)       or None
     y       (..., C)
+    activation  "gelu", the tanh form of GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415), or "relu2",
+                relu(h)^2 (So et al. 2021, arXiv:2109.08668)
 
-All tensors are in the compute dtype. GELU is the tanh form of GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415).
-With fp8=True, a backend and reference() compute the products as kernels/fp8.py does. A backend may lack this argument.
+All tensors are in the compute dtype. With fp8=True, a backend and reference() compute the products as kernels/fp8.py
+does. A backend may lack the last two arguments. The registry then raises Unavailable for a model that needs one.
 """
 
 import math
@@ -47,28 +49,46 @@ CASES = {
     "non_contiguous": {"shape": (6, 10, 128), "contiguous": False},
     "fp8": {"shape": (2, 32, 128), "fp8": True},
     "fp8_odd": {"shape": (7, 65), "hidden": 131, "fp8": True},
+    "relu2": {"shape": (33, 128), "activation": "relu2"},
+    "relu2_fp8": {"shape": (33, 128), "activation": "relu2", "fp8": True},
 }
 
 SIZES = {str(C): {"shape": (5, C)} for C in (64, 768, 769, 1600, 4096)}
-FEATURES = ["no_bias", "fp8"]
+FEATURES = ["no_bias", "fp8", "relu2"]
 
 BOUND = "flops"
 FAMILY = r"(?i)mlp|gelu"
 
 
-def in_model(*, batch: int, length: int, n_embd: int, **_: object) -> dict[str, Any]:
-    return {"shape": (batch, length, n_embd)}
+def in_model(*, batch: int, length: int, n_embd: int, mlp: str, hidden: int, **_: object) -> dict[str, Any] | None:
+    if mlp not in ACTIVATIONS:
+        return None
+    options = {} if mlp == "gelu" else {"activation": mlp}
+    return {"shape": (batch, length, n_embd), "hidden": hidden, **options}
 
 
 def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def relu2(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+ACTIVATIONS = {"gelu": gelu, "relu2": relu2}
+
+
 def reference(
-    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, fp8: bool = False
+    x: Tensor,
+    w_fc: Tensor,
+    b_fc: Tensor | None,
+    w_proj: Tensor,
+    b_proj: Tensor | None,
+    fp8: bool = False,
+    activation: str = "gelu",
 ) -> Tensor:
     layer = products_in_fp8.linear if fp8 else linear.reference
-    return layer(gelu(layer(x, w_fc, b_fc)), w_proj, b_proj)
+    return layer(ACTIVATIONS[activation](layer(x, w_fc, b_fc)), w_proj, b_proj)
 
 
 def inputs(
@@ -79,6 +99,7 @@ def inputs(
     scale: float = 1.0,
     contiguous: bool = True,
     fp8: bool = False,
+    activation: str | None = None,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -86,12 +107,13 @@ def inputs(
     """Return random arguments of mlp(), as a dict: those of two linear(). x has a standard deviation of `scale`."""
     width = shape[-1]
     hidden = hidden or 4 * width
-    options = {"bias": bias, "dtype": dtype, "device": device}
-    fc = linear.inputs(shape, out=hidden, scale=scale, contiguous=contiguous, seed=seed, **options)
-    proj = linear.inputs((1, hidden), out=width, seed=seed + 1, **options)
+    common = {"bias": bias, "dtype": dtype, "device": device}
+    fc = linear.inputs(shape, out=hidden, scale=scale, contiguous=contiguous, seed=seed, **common)
+    proj = linear.inputs((1, hidden), out=width, seed=seed + 1, **common)
     arguments = {"x": fc["x"], "w_fc": fc["weight"], "b_fc": fc["bias"]}
     arguments |= {"w_proj": proj["weight"], "b_proj": proj["bias"]}
-    return arguments | ({"fp8": True} if fp8 else {})
+    options = {"activation": activation} if activation else {}
+    return arguments | options | ({"fp8": True} if fp8 else {})
 
 
 def cost(

@@ -6,8 +6,8 @@
     w_proj  (C, F)
     b_proj  (C,)       or None
 
-All are in the compute dtype, and so is y (..., C). GELU is the tanh form. The contract, kernels/mlp/__init__.py, also
-has the argument fp8; without it the kernel is refused for precision=fp8.
+All are in the compute dtype, and so is y (..., C). GELU is the tanh form; the other activation is relu(h)^2. The
+contract, kernels/mlp/__init__.py, also has the argument fp8; without it the kernel is refused for precision=fp8.
 """
 
 import math
@@ -18,9 +18,19 @@ from torch import Tensor
 # Your Triton kernel goes here. kernels/mlp/triton.py is an example, and kernels/README.md lists the steps.
 
 
-def mlp(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
+def mlp(
+    x: Tensor,
+    w_fc: Tensor,
+    b_fc: Tensor | None,
+    w_proj: Tensor,
+    b_proj: Tensor | None,
+    activation: str = "gelu",
+) -> Tensor:
     h = x @ w_fc.T
     h = h if b_fc is None else h + b_fc
-    h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-    y = h @ w_proj.T
+    if activation == "gelu":
+        a = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+    else:
+        a = torch.relu(h).square()
+    y = a @ w_proj.T
     return y if b_proj is None else y + b_proj

@@ -449,7 +449,7 @@ def test_a_decoder_with_its_own_kernels_refuses_other_shapes(decode, changes, na
     if decode == "blocks":
         assert torch.equal(generate(model, prompt(), 8, n_vocab=97, temperature=0), greedy(model, prompt(), 8))
         return
-    message = rf"^kernels\.decode={decode} computes GPT-2's norms, heads and positions only, and .* has {name}: choose "
+    message = rf"^kernels\.decode={decode} computes GPT-2's shape only, and .* has {name}: choose "
     with pytest.raises(Unavailable, match=message):
         Decoder(model, 2, 12, GREEDY, decode=decode)
 
