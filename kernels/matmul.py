@@ -46,33 +46,50 @@ FP32_LAUNCH = 64, 128, 64, 1, 8, 1, 1  # for comparisons of results, not for spe
 
 
 @triton.jit
-def load_matrix_tile(source, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
-    """Return a tile (ROWS, COLUMNS) of a contiguous matrix (rows, columns), with 0 outside of the matrix.
+def load_matrix_tile(
+    source, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, stride=None
+):
+    """Return a tile (ROWS, COLUMNS) of a matrix (rows, columns), with 0 outside of the matrix.
 
-    `source` is kernel_argument() of the matrix.
+    `source` is kernel_argument() of the matrix. `stride` is the distance of its rows; None: they are contiguous.
     """
     if TMA:
         tile = source.load([row, column])
     else:
         r, c = row + tl.arange(0, ROWS)[:, None], column + tl.arange(0, COLUMNS)[None, :]
-        tile = tl.load(source + r.to(tl.int64) * columns + c, (r < rows) & (c < columns), other=0.0)
+        distance = columns if stride is None else stride
+        tile = tl.load(source + r.to(tl.int64) * distance + c, (r < rows) & (c < columns), other=0.0)
     return tile
 
 
 @triton.jit
-def store_matrix_tile(target, tile, row, column, rows, columns, TMA: tl.constexpr):
+def store_matrix_tile(target, tile, row, column, rows, columns, TMA: tl.constexpr, stride=None):
     """Store a tile where load_matrix_tile() would load it, and drop what lies outside of the matrix."""
     if TMA:
         target.store([row, column], tile)
     else:
         r, c = row + tl.arange(0, tile.shape[0])[:, None], column + tl.arange(0, tile.shape[1])[None, :]
-        tl.store(target + r.to(tl.int64) * columns + c, tile, (r < rows) & (c < columns))
+        distance = columns if stride is None else stride
+        tl.store(target + r.to(tl.int64) * distance + c, tile, (r < rows) & (c < columns))
+
+
+@triton.jit
+def load_gated_tile(w, f, c, F, C, UNITS: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
+    """Return a tile (2 UNITS, BLOCK_C) of w (2, F, C): rows f to f + UNITS of each of its two matrices."""
+    if TMA:
+        tile = w.load([0, f, c]).reshape(2 * UNITS, BLOCK_C)
+    else:
+        row = tl.arange(0, 2 * UNITS)[:, None]
+        r, columns = f + row % UNITS, c + tl.arange(0, BLOCK_C)[None, :]
+        offsets = (row // UNITS * F + r).to(tl.int64) * C + columns
+        tile = tl.load(w + offsets, (r < F) & (columns < C), other=0.0)
+    return tile
 
 
 @triton.jit
 def multiply_tile(
     x,  # (N, C)
-    w,  # (F, C) if W_BY_ROWS, and otherwise (C, F)
+    w,  # (F, C) if W_BY_ROWS, and otherwise (C, F); with GATED (2, F, C)
     n,
     f,
     N,
@@ -84,13 +101,19 @@ def multiply_tile(
     BLOCK_C: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    GATED: tl.constexpr = False,
 ):
-    """Return the tile (BLOCK_N, BLOCK_F) of x W^T, or of x W, whose first row is n and whose first column is f."""
+    """Return the tile (BLOCK_N, BLOCK_F) of x W^T, or of x W, whose first row is n and whose first column is f.
+
+    With GATED, half of the columns are of each of the two matrices in w.
+    """
     tl.assume(C > 0)  # or Triton also compiles the epilogue of an empty sum: as many instructions again
     total = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
     for c in range(0, C, BLOCK_C):
         x_tile = load_matrix_tile(x, n, c, N, C, BLOCK_N, BLOCK_C, TMA)
-        if W_BY_ROWS:
+        if GATED:
+            w_tile = load_gated_tile(w, f, c, F, C, BLOCK_F // 2, BLOCK_C, TMA).T
+        elif W_BY_ROWS:
             w_tile = load_matrix_tile(w, f, c, F, C, BLOCK_F, BLOCK_C, TMA).T
         else:
             w_tile = load_matrix_tile(w, c, f, C, F, BLOCK_C, BLOCK_F, TMA)
@@ -232,11 +255,12 @@ def can_use_tma(*matrices: Tensor) -> bool:
 
 
 def kernel_argument(tensor: Tensor | None, *block: int, tma: bool) -> TensorDescriptor | Tensor | None:
-    """Return what a kernel takes for a contiguous tensor: the tensor, or a TMA descriptor of tiles of shape `block`."""
+    """Return what a kernel takes for a tensor: the tensor, or a TMA descriptor of tiles of shape `block`."""
     if tensor is None or not tma:
         return tensor
-    # not tensor.stride(): that of a single row may be any number, and TMA needs a multiple of 16 bytes
-    strides = [math.prod(tensor.shape[i + 1 :]) for i in range(tensor.ndim)]
+    strides = list(tensor.stride())
+    if tensor.is_contiguous():  # the stride of a single row may be any number, and TMA needs a multiple of 16 bytes
+        strides = [math.prod(tensor.shape[i + 1 :]) for i in range(tensor.ndim)]
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(block))
 
 

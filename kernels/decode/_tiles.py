@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kernels import decode as contract
-from kernels.mlp._gelu import gelu_over_h
+from kernels.mlp._activations import gelu_over_h
 
 EPS = tl.constexpr(contract.EPS)  # of LayerNorm
 

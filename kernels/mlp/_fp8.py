@@ -48,7 +48,7 @@ def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callabl
         """
         fc_rows, fc_columns, fc_unit = quantize_weight(w_fc)
         proj_rows, proj_columns, proj_unit = quantize_weight(w_proj)
-        a = empty_fp8(len(x), len(w_fc), E4M3, x.device)
+        a = empty_fp8(len(x), w_proj.shape[1], E4M3, x.device)
         h = fc_and_gelu(x_rows, fc_rows, fc_unit, b_fc, a, x.dtype)
         y = product(a, proj_rows, (unit_tensor(X_SCALE, x.device), proj_unit), x.dtype, b_proj)
         return y, h, fc_columns, fc_unit, proj_columns, proj_unit
@@ -74,11 +74,11 @@ def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callabl
         proj_unit: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return dx, dw_fc, db_fc, dw_proj and db_proj. If a bias is missing, its gradient is empty."""
-        N, F = h.shape
+        (N, rows), F = h.shape, proj_columns.shape[0]
         unit, x_unit = (unit_tensor(scale, dy.device) for scale in (dy_scale(N), X_SCALE))
         dy_rows, dy_columns, db_proj = quantize(dy, unit, E5M2, sums=b_proj is not None)
-        a_columns, dh_columns = empty_fp8(F, N, E4M3, dy.device), empty_fp8(F, N, E5M2, dy.device)
-        dh = empty_fp8(N, F, E5M2, dy.device)
+        a_columns, dh_columns = empty_fp8(F, N, E4M3, dy.device), empty_fp8(rows, N, E5M2, dy.device)
+        dh = empty_fp8(N, rows, E5M2, dy.device)
         operands = dy_rows, proj_columns, proj_unit, h
         partial = proj_and_gelu_backward(*operands, a_columns, dh, dh_columns, sums=b_fc is not None)
         del operands, dy_rows
@@ -89,11 +89,19 @@ def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callabl
         return dx, dw_fc, db_fc, dw_proj, db_proj
 
     def empty_mlp_gradients(
-        dy: Tensor, h: Tensor, b_fc: Tensor | None, b_proj: Tensor | None, *_: Tensor
+        dy: Tensor,
+        h: Tensor,
+        b_fc: Tensor | None,
+        b_proj: Tensor | None,
+        x_columns: Tensor,
+        fc_columns: Tensor,
+        fc_unit: Tensor,
+        proj_columns: Tensor,
+        _: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        C, F = dy.shape[1], h.shape[1]
+        C = dy.shape[1]
         dx, db_fc, db_proj = empty_gradients(dy, b_fc, b_proj)
-        return dx, dy.new_empty(F, C), db_fc, dy.new_empty(C, F), db_proj
+        return dx, dy.new_empty(h.shape[1], C), db_fc, dy.new_empty(C, proj_columns.shape[0]), db_proj
 
     def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         _, _, b_fc, _, b_proj, _, x_columns = inputs

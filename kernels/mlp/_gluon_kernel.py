@@ -55,7 +55,7 @@ from kernels.hopper.registers import split_columns, to_fp32
 from kernels.hopper.ring import multiply_in_turn, start_ping_pong, start_ring
 from kernels.hopper.tma import align, allocate_tiles, fence_and_sync, load, reinterpret, store, tma_descriptor
 from kernels.matmul import round_to
-from kernels.mlp._gelu import gelu_derivative, gelu_over_h
+from kernels.mlp._activations import gelu_derivative, gelu_over_h
 from kernels.quantize import scaled, to_fp8
 from kernels.tiles import place
 

@@ -32,7 +32,7 @@ def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callabl
     ) -> tuple[Tensor, Tensor]:
         """Return y (N, C) and h (N, F), which the backward needs. If save_h is False, the returned h is empty."""
         h = x.new_empty(len(x), len(w_fc))
-        a = torch.empty_like(h)
+        a = x.new_empty(len(x), w_proj.shape[1])
         fc_and_gelu(x, w_fc, b_fc, h, a)
         y = a @ w_proj.T if b_proj is None else torch.addmm(b_proj, a, w_proj.T)
         return y, h if save_h else h.new_empty(0)
@@ -49,7 +49,7 @@ def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callabl
 
         If h is empty, the backward recomputes it.
         """
-        a, dh = (x.new_empty(len(x), len(w_fc)) for _ in range(2))
+        a, dh = x.new_empty(len(x), w_proj.shape[1]), x.new_empty(len(x), len(w_fc))
         if not h.numel():
             h = dh
             fc_and_gelu(x, w_fc, b_fc, h, a)

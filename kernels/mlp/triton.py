@@ -1,5 +1,7 @@
 """Linear, bias, GELU, Linear, with the GELU and its derivative in the epilogues of the matmuls next to them.
 
+With activation="relu2", relu(h)^2 takes the place of gelu(h).
+
 The forward and backward of an MLP have six matmuls. cuBLAS computes four of them. The other two produce an (N, F)
 tensor, F = 4 C, that still needs elementwise work. The kernels below compute these two matmuls, and do that work while
 a tile of the result is in registers. This work is called the epilogue of the tile:
@@ -34,6 +36,8 @@ On Hopper gluon.py is faster still; the kernels below are easier to read, so rea
 computes the MLP. The four other matmuls and autograd are in _op.py.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -58,7 +62,7 @@ from kernels.matmul import (
     store_matrix_tile,
 )
 from kernels.mlp import _op, _triton_fp8
-from kernels.mlp._gelu import gelu_derivative, gelu_over_h
+from kernels.mlp._activations import derivative, factor
 from kernels.quantize import candidates as quantize_candidates
 from kernels.tiles import place
 
@@ -81,6 +85,7 @@ def _mlp_fwd_kernel(
     BLOCK_C: tl.constexpr,
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -100,7 +105,7 @@ def _mlp_fwd_kernel(
             rounded = round_to(part, dtype)
             store_matrix_tile(h, rounded, n, f, N, F, TMA)
             numbers = rounded.to(tl.float32)
-            numbers *= gelu_over_h(numbers, dtype != tl.float32)
+            numbers *= factor(numbers, ACTIVATION, dtype != tl.float32)
             store_matrix_tile(a, round_to(numbers, dtype), n, f, N, F, TMA)
 
 
@@ -120,6 +125,7 @@ def _mlp_bwd_kernel(
     BLOCK_C: tl.constexpr,
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     SUMS: tl.constexpr,  # of a tile: one for each warp, which has 16 rows of every 16 SUMS rows; at most BLOCK_N / 16
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -135,8 +141,8 @@ def _mlp_bwd_kernel(
         for i in tl.static_range(PARTS):
             f = first + i * WIDTH
             numbers = load_matrix_tile(h, n, f, N, F, BLOCK_N, WIDTH, TMA).to(tl.float32)
-            s = gelu_over_h(numbers, dtype != tl.float32)
-            gradient = parts[i] * gelu_derivative(numbers, s)
+            s = factor(numbers, ACTIVATION, dtype != tl.float32)
+            gradient = parts[i] * derivative(numbers, s, ACTIVATION)
             dh_part, a_part = round_both(gradient, numbers * s, dtype)
             store_matrix_tile(dh, dh_part, n, f, N, F, TMA)
             store_matrix_tile(a, a_part, n, f, N, F, TMA)
@@ -174,7 +180,9 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     return [as_parameters(*choice) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
 
 
-def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor) -> None:
+def fc_and_activation(
+    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor, activation: str = "gelu"
+) -> None:
     F, C = w_fc.shape
     tma = can_use_tma(x, w_fc, h, a)
     grid, launch = choose_launch("mlp_fwd", x, F, tma, default_launch(x.dtype, tma, backward=False))
@@ -188,47 +196,64 @@ def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tens
         N=len(x),
         F=F,
         C=C,
+        ACTIVATION=activation,
         TMA=tma,
         PRECISION=precision(x.dtype),
         **launch,
     )
 
 
-def proj_and_gelu_backward(dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh: Tensor, sums: bool) -> Tensor | None:
+def proj_and_activation_backward(
+    dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh: Tensor, sums: bool, activation: str = "gelu"
+) -> Tensor | None:
     C, F = w_proj.shape
     tma = can_use_tma(dy, w_proj, h, a, dh)
     grid, launch = choose_launch("mlp_bwd", dy, F, tma, default_launch(dy.dtype, tma, backward=True))
     n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
     sums_of_tile = min(launch["num_warps"], n // 16)
-    partial = None
+    partial_sums = None
     if sums:
         rows = triton.cdiv(len(dy), n) * sums_of_tile
-        partial = torch.empty(rows, F, dtype=torch.float32, device=h.device)
+        partial_sums = torch.empty(rows, F, dtype=torch.float32, device=h.device)
     _mlp_bwd_kernel[grid](
         dy=kernel_argument(dy, n, c, tma=tma),
         w=kernel_argument(w_proj, c, f, tma=tma),
         h=kernel_argument(h, n, f // launch["PARTS"], tma=tma),
         a=kernel_argument(a, n, f // launch["PARTS"], tma=tma),
         dh=kernel_argument(dh, n, f // launch["PARTS"], tma=tma),
-        partial_ptr=partial,
+        partial_ptr=partial_sums,
         N=len(dy),
         F=F,
         C=C,
+        ACTIVATION=activation,
         SUMS=sums_of_tile,
         TMA=tma,
         PRECISION=precision(dy.dtype),
         **launch,
     )
-    return partial
+    return partial_sums
 
 
-unquantized_mlp = _op.define_mlp("mlp", fc_and_gelu, proj_and_gelu_backward)
+unquantized_mlp = _op.define_mlp("mlp", fc_and_activation, proj_and_activation_backward)
+unquantized_relu2 = _op.define_mlp(
+    "mlp_relu2",
+    partial(fc_and_activation, activation="relu2"),
+    partial(proj_and_activation_backward, activation="relu2"),
+)
 
 
 def mlp(
-    x: Tensor | InFp8, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, fp8: bool = False
+    x: Tensor | InFp8,
+    w_fc: Tensor,
+    b_fc: Tensor | None,
+    w_proj: Tensor,
+    b_proj: Tensor | None,
+    fp8: bool = False,
+    activation: str = "gelu",
 ) -> Tensor:
     check_dtypes("mlp", x, w_fc, fp8=fp8)
     if fp8:
-        return _triton_fp8.mlp(x, w_fc, b_fc, w_proj, b_proj)
-    return unquantized_mlp(x, w_fc, b_fc, w_proj, b_proj, save_h=True)
+        in_fp8 = _triton_fp8.mlp if activation == "gelu" else _triton_fp8.relu2
+        return in_fp8(x, w_fc, b_fc, w_proj, b_proj)
+    unquantized = unquantized_mlp if activation == "gelu" else unquantized_relu2
+    return unquantized(x, w_fc, b_fc, w_proj, b_proj, save_h=True)
