@@ -175,6 +175,8 @@ def without_rows(op, inputs):
             has_rows = dims[name][0] in ("...", "B") and (row_dim == 0 or name != "lengths")
             if has_rows:
                 arguments[name] = tensor.detach().narrow(row_dim, 0, 0).requires_grad_(tensor.requires_grad)
+        if op == "rope" and row_dim == 1:
+            arguments["table"] = arguments["table"].narrow(-3, 0, 0)
         yield arguments
 
 
@@ -192,7 +194,7 @@ def test_no_rows(op, impl, device):  # noqa: F811
 
 
 def to_dtype(value, dtype):
-    return value.detach().to(dtype).requires_grad_() if float_tensors([value]) else value
+    return value.detach().to(dtype).requires_grad_(value.requires_grad) if float_tensors([value]) else value
 
 
 @pytest.mark.parametrize(("op", "impl"), BACKENDS)

@@ -27,7 +27,9 @@ CASES = {  # small, because opcheck calls an op about ten times; every case of a
     "rms_norm": ["fp32_residual", "no_residual"],
     "attention": ["64"],
     "linear": ["one_row", "no_bias", "fp8"],
-    "mlp": ["one_row", "no_bias", "fp8"],
+    "mlp": ["one_row", "no_bias", "fp8", "relu2", "relu2_fp8"],
+    "glu": ["one_row", "bias", "fp8"],
+    "rope": ["80", "norm"],
     "loss": ["some_ignored", "768", "fp8"],  # Gluon takes no vocabulary of 257
 }
 WITH_CASES = [(op, impl, case) for op in OPS for impl in impls(op) for case in CASES.get(op, contract(op).CASES)]
@@ -64,7 +66,8 @@ def recorded(function, inputs):
     outputs = [out for out in outputs if out.requires_grad]
     with CallRecorder() as backward:
         if outputs:
-            torch.autograd.grad(outputs, float_tensors(inputs.values()), [torch.randn_like(out) for out in outputs])
+            leaves = [tensor for tensor in float_tensors(inputs.values()) if tensor.requires_grad]
+            torch.autograd.grad(outputs, leaves, [torch.randn_like(out) for out in outputs])
     return [
         (record is forward and bool(outputs), func, args, results)
         for record in (without_gradients, forward, backward)

@@ -43,7 +43,7 @@ def test_train_lists_and_runs_the_backends(hotswap):
 
 def test_a_preset_takes_the_backend_for_each_op_that_has_it():
     assert config_groups()["kernels"]["mine"] == {
-        **dict.fromkeys(("rms_norm", "linear", "mlp", "loss"), "eager"),
+        **dict.fromkeys(("rms_norm", "linear", "rope", "mlp", "glu", "loss"), "eager"),
         **dict.fromkeys(("norm", "toy"), "mine"),
         "adamw": "auto",
         "decode": "blocks",

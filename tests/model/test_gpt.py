@@ -211,9 +211,9 @@ def test_kernels_fp8_names_the_ops_in_fp8():
         with pytest.raises(Unavailable, match=r"^mlp=triton_recompute cannot run this"):
             ops_in_fp8(["mlp"])
     assert KernelsConfig(fp8=["loss", "mlp"]) == KernelsConfig(fp8=["mlp", "loss", "mlp"])
-    assert KernelsConfig(fp8=["loss", "mlp", "linear"]) == KernelsConfig()
+    assert KernelsConfig(fp8=["loss", "mlp", "glu", "linear"]) == KernelsConfig()
     for wrong in (["norm"], ["mpl"], 3, ["decode"], [["mlp"]]):
-        with pytest.raises(KernelError, match=r"a list of ops that can run in fp8: linear, mlp, loss$"):
+        with pytest.raises(KernelError, match=r"a list of ops that can run in fp8: linear, mlp, glu, loss$"):
             KernelsConfig(fp8=wrong)
     with pytest.raises(KernelError, match=r"^kernels\.fp8 needs precision=fp8: "):
         resolve(KernelsConfig(fp8=["mlp"]), AttnConfig("eager"), torch.device("cpu"))
