@@ -42,11 +42,11 @@ def convert_floats(inputs: dict, dtype: torch.dtype) -> dict:
 
 
 def out_of_place(module: ModuleType, function: Callable) -> Callable:
-    """Return `function`; of an optimizer, a version that returns the new tensors and leaves its arguments as they are.
+    """Return `function`; of one that changes its arguments, a version that returns the new tensors instead.
 
     `module` is the op's contract.
     """
-    return functools.partial(module.results, function) if getattr(module, "OPTIMIZER", False) else function
+    return functools.partial(module.results, function) if hasattr(module, "results") else function
 
 
 def default_dout(inputs: dict) -> float:
@@ -179,10 +179,10 @@ def why_inexact(
 ) -> str | None:
     """Return, in one line, why results of the op break the rule; None if all are right. See broken_rule().
 
-    The fp32 states of an optimizer must follow the rule in fp32, whatever the dtype of the weights.
+    The fp32 states that an optimizer changes must follow the rule in fp32, whatever the dtype of the weights.
     """
     reason = broken_rule(results, eager, truth, inputs, dtype, slack)
-    if reason is None and getattr(contract(op), "OPTIMIZER", False):
+    if reason is None and hasattr(contract(op), "results"):
         states = {name: result for name, result in results.items() if result.dtype == torch.float32}
         exact_states = {name: truth[name] for name in states}
         reason = broken_rule(states, eager, exact_states, inputs, torch.float32, slack)

@@ -30,8 +30,8 @@ and it may define
     GRADIENTS_IN_FORWARD = True    some backends compute the gradients in the forward, so the report gives only the
                         rate of forward and backward together
     TRAINS = False      the training step does not call the op, and the op has no gradients (decode)
-    OPTIMIZER = True    the optimizer calls the op, and not the model. The op has no gradients, and changes its
-                        arguments; results(function, **arguments) returns what it changes, from copies (adamw)
+    OPTIMIZER = True    the optimizer calls the op, and not the model. The op has no gradients
+    results(function, **arguments)    for an op that changes its arguments (adamw): returns what it changes, from copies
     DEFAULT             the backend that runs if the config names none; without DEFAULT it is eager (names.py reads
                         these three, which are literals, without importing the file)
 

@@ -16,11 +16,11 @@ from kernels.registry import describe_choice
 _functions = {}  # device type -> the function. unavailable() fills it, because torch.compile cannot trace an import
 
 
-def choose(device: torch.device) -> str:
+def choose(device: torch.device, op: str = "adamw") -> str:
     """Return the name of the backend for `device`."""
     if device.type != "cuda" or not find_spec("triton"):
         return "eager"
-    return "eager" if backend("adamw", "triton").unavailable(device) else "triton"
+    return "eager" if backend(op, "triton").unavailable(device) else "triton"
 
 
 def unavailable(device: torch.device) -> None:
