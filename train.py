@@ -89,7 +89,7 @@ def begin(job: Job, resume_from: Path | None, ended: dict | None) -> tuple[Check
     )
     run.begin(**facts)
     if t.checkpoint_every and not ended:
-        checkpoints.allocate_host_copies({name: weight.shape for name, weight in job.step.model.named_parameters()})
+        checkpoints.allocate_host_copies(job.step.optimizer.state_shapes())
     if ranks.is_main:
         print(console.header(run.row, *cost.describe(job.recipe.model, t.block_size), job.dataset.summary, run.folder))
     return checkpoints, Meter(device, t.tokens_per_step, job.ceiling, ranks, saved["step"], saved["elapsed"])
@@ -176,7 +176,7 @@ def main(cfg: Config) -> None:
     if supervise.takes_over(cfg):  # kernels that are not of this repo cannot prove themselves: see lab/judge/README.md
         return
     t, device, recipe = cfg.train, machine.select_device(rank_device(cfg.device)), Recipe.of(cfg)
-    choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"
+    choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}{cfg.optim.suffix}"
     compiling.reset()
     with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:
         sizes = cost.figures(cfg.model, t.block_size) | {"world_size": ranks.world_size}

@@ -32,6 +32,7 @@ INSTEAD = {"gluon": "triton"}  # preset -> what it takes for an op without a bac
 TRAINING_OPS = [op for op in ALL_OPS if read_constant(op, "TRAINS", True)]  # the ops of a training step
 GENERATION_OPS = [op for op in ALL_OPS if not read_constant(op, "OPTIMIZER", False)]
 OPS = [op for op in TRAINING_OPS if op in GENERATION_OPS]  # the ones that the model calls in training
+OPTIMIZER_OPS = [op for op in ALL_OPS if op not in GENERATION_OPS]
 
 
 def config_key(op: str) -> str:

@@ -77,6 +77,7 @@ from kernels.lookup import backend, check_name, impls, importable_backends, shor
 from kernels.names import (
     ALL_OPS,
     OPS,
+    OPTIMIZER_OPS,
     TRAINING_OPS,
     KernelError,
     config_key,
@@ -360,8 +361,8 @@ def family_patterns(impls_by_op: dict[str, str]) -> dict[str, tuple[str, ...]]:
 def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
     """Return a short name of the choice: `eager-sdpa`, `compile-flash.fa4`, `norm.triton+mlp.eager+loss.eager-sdpa`.
 
-    `gluon` is kernels=gluon, which has Triton for the ops that Gluon lacks. `+adamw.eager` is the optimizer's backend,
-    unless it is the default.
+    `gluon` is kernels=gluon, which has Triton for the ops that Gluon lacks. `+adamw.eager` is a backend of the
+    optimizer, unless it is the default.
     """
     backends = {op: short_name(impl) for op, impl in impl_by_op(kernels, attn).items() if op in ops_with_a_choice()}
     name = preset_name(backends) or "+".join(f"{op}.{impl}" for op, impl in backends.items())
@@ -369,7 +370,8 @@ def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
         name = "compile" if name == "eager" else f"{name}+compile"
     if kernels.fp8 is not None:
         name += "+fp8" + "".join(f".{op}" for op in kernels.fp8)
-    if kernels.adamw != default_impl("adamw"):
-        name += f"+adamw.{short_name(kernels.adamw)}"
+    for op in OPTIMIZER_OPS:
+        if (impl := getattr(kernels, op)) != default_impl(op):
+            name += f"+{op}.{short_name(impl)}"
     attention = short_name(attn.impl)
     return f"{name}-{attention}.{attn.version}" if attn.version else f"{name}-{attention}"

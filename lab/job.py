@@ -11,6 +11,7 @@ from lab import channel, proof
 from lab.recipe import Recipe
 from model import capture, parallel, pretrained
 from model.config import GPTConfig
+from model.optim import OptimConfig
 from runtime import checkpoint, resume, schedule
 from runtime import device as machine
 from runtime.ranks import Ranks
@@ -107,7 +108,8 @@ def save(job: Job, checkpoints: Checkpoints, step: int, facts: dict) -> float:
 def restore(job: Job, path: Path) -> dict:
     """Load a checkpoint, and return its manifest. Raises UserError if it is of another run."""
     saved = checkpoint.read_manifest(path)
-    options = {"may_differ": pretrained.TRAINING, "defaults": GPTConfig.defaults()}
+    defaults = {"model": GPTConfig.defaults(), "optim": OptimConfig.defaults()}
+    options = {"may_differ": pretrained.TRAINING, "defaults": defaults}
     resume.check_same_run(saved, job.config, job.dataset.fingerprint, path, **options)
     rest = checkpoint.load_state(path, job.step.optimizer.state())
     job.step.optimizer.load(saved["step"], rest["updates"])

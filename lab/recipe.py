@@ -47,9 +47,14 @@ class Recipe:
         )
 
     @property
+    def ops(self) -> list[str]:
+        """The ops of a training step. A model without RMSNorm does not call rms_norm, which is among them."""
+        return [op for op in TRAINING_OPS if op != "muon" or self.optim.name == "muon"]
+
+    @property
     def chosen_kernels(self) -> dict[str, str | bool]:
         """op -> the backend that the config chooses."""
-        return impl_by_op(self.kernels, self.attn, TRAINING_OPS) | {"compile": self.kernels.compile}
+        return impl_by_op(self.kernels, self.attn, self.ops) | {"compile": self.kernels.compile}
 
     @property
     def groups(self) -> tuple[GPTConfig, KernelsConfig, AttnConfig, str]:
@@ -69,7 +74,7 @@ class Recipe:
         length = min(CHECKED_TOKENS, self.model.block_size)
         shapes = call_shapes(self.model, self.kernels, self.precision, (1, length), documents=self.documents)
         calls = {op: (arguments, PRECISIONS[self.precision][1]) for op, arguments in shapes.items()}
-        return check_new_backends(self.kernels, self.attn, device, TRAINING_OPS, calls)
+        return check_new_backends(self.kernels, self.attn, device, self.ops, calls)
 
     def build(self, device: torch.device, weights: Pretrained | None = None) -> GPT:
         """Return the model of this recipe, not compiled."""
@@ -77,7 +82,8 @@ class Recipe:
 
     def make_optimizer(self, model: GPT, ranks: Ranks | None = None, **options: bool) -> Optimizer:
         """Return the optimizer of this recipe: see make_optimizer() in model/optimizers.py."""
-        return make_optimizer(model, self.optim, ranks, self.kernels.adamw, **options)
+        backends = {"impl": self.kernels.adamw, "muon": self.kernels.muon, "dtype": PRECISIONS[self.precision][1]}
+        return make_optimizer(model, self.optim, ranks, **backends, **options)
 
     def executed_kernels(self, shape: tuple[int, int], device: torch.device) -> dict[str, str | bool]:
         """Return op -> backend and version, for tokens of shape (B, T)."""
@@ -85,6 +91,6 @@ class Recipe:
 
     def kernel_facts(self, shape: tuple[int, int], device: torch.device, optimizer: Optimizer) -> dict[str, dict]:
         """Return the keys of the row about the kernels of a training step: what ran, and what is slower than eager."""
-        kernels = self.executed_kernels(shape, device) | {"adamw": optimizer.kernel}
+        kernels = self.executed_kernels(shape, device) | optimizer.kernels
         slower = slower_kernels(*self.groups, shape, device, documents=self.documents, trains=True)
         return {"kernels": kernels, "slower": slower}

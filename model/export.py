@@ -152,7 +152,7 @@ def adamw_state(weights: dict[str, Tensor], training: dict, optim: dict) -> dict
         lr=optim.get("learning_rate", 6e-4),
         betas=(optim.get("beta1", 0.9), optim.get("beta2", 0.95)),
     )
-    if "exp_avg" in training:
+    if "exp_avg" in training and "momentum" not in training:  # nanoGPT has no Muon
         updates = torch.tensor(float(training["updates"]))
         for name, weight in parameters.items():
             moments = {key: training[key][name].float() for key in ("exp_avg", "exp_avg_sq")}

@@ -4,7 +4,8 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from runtime.ranks import Ranks, is_sharded
 from runtime.torch_compat import copy_tensors
 
 HISTORY = 256  # steps
+OPTIMIZERS = "adamw", "muon"
+MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's
 
 
 @dataclass
@@ -29,19 +32,32 @@ class OptimConfig:
     beta1: float
     beta2: float
     grad_clip: float  # the largest norm of all gradients together; 0: no limit
+    name: str = "adamw"  # one of OPTIMIZERS
+    momentum: float = 0.95  # of Muon
     impl: str | None = None  # the name of kernels.adamw before it was an op: torch | triton (rename_impl())
 
     def __post_init__(self):
         for key in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
             value = getattr(self, key)
             check(0 <= value < math.inf, f"optim.{key}={value}: it must be finite and not negative")
-        for key in ("beta1", "beta2"):
+        for key in ("beta1", "beta2", "momentum"):
             check(0 <= getattr(self, key) < 1, f"optim.{key}={getattr(self, key)}: it must be in [0, 1)")
         check(
             self.min_lr <= self.learning_rate,
             f"optim.min_lr={self.min_lr} is above optim.learning_rate={self.learning_rate}, and the rate only falls",
         )
+        check(self.name in OPTIMIZERS, f"optim.name={self.name}: choose {', '.join(OPTIMIZERS)}")
         check(self.impl in (None, "torch", "triton"), f"optim.impl={self.impl}: choose torch, triton or null")
+
+    @property
+    def suffix(self) -> str:
+        """The end of a run's name: "-muon", or "" for AdamW."""
+        return "" if self.name == "adamw" else f"-{self.name}"
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return {field: its default}. The configs of old checkpoints and rows lack the newer fields."""
+        return {field.name: field.default for field in fields(cls) if field.default is not MISSING}
 
 
 def rename_impl(config: OptimConfig, kernels: KernelsConfig) -> None:
@@ -73,7 +89,7 @@ def learning_rate(config: OptimConfig, step: int, last: float) -> float:
 
 
 class Optimizer(ABC):
-    """Averages the gradients over the ranks, clips them, and makes AdamW's updates of fp32 weights.
+    """Averages the gradients over the ranks, clips them, and makes AdamW's or Muon's updates of fp32 weights.
 
     A bf16 weight has an fp32 master here. The master sums the gradients of the micro-steps, and after the update the
     weight is the rounded master. A bf16 weight alone would lose every change below 2^-9 of its size. If FSDP shards a
@@ -100,7 +116,8 @@ class Optimizer(ABC):
         self.checked_steps = 0  # the last step that warn_of_spike() has seen
         self.lr = torch.zeros((), device=device)
         self.being_copied: torch.cuda.Event | None = None  # the next update, or the next captured step, waits for it
-        self.kernel = ""  # the backend of the op adamw and its version, for the row; make_optimizer() sets it
+        # op -> its backend and version, for the row: adamw, and muon if it runs. make_optimizer() sets it
+        self.kernels: dict[str, str] = {}
         self.observer: Callable[[str, Tensor], None] | None = None  # the next step calls it for each gradient, once
         self.sharded = is_sharded(self.weights[0])
         averaged = [] if self.ranks.single or self.sharded else self.weights
@@ -192,17 +209,27 @@ class Optimizer(ABC):
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the groups "model", "exp_avg" and "exp_avg_sq" for checkpoints, each of them name -> fp32 tensor.
 
-        The tensors are the optimizer's own. They are DTensors if FSDP shards the model.
+        With Muon the last two lack the matrices, which have the group "momentum". The tensors are the optimizer's own.
+        They are DTensors if FSDP shards the model.
         """
+
+    def state_shapes(self) -> dict[str, torch.Size]:
+        """Return "group.name" -> the shape of the whole tensor, for all tensors of state(). It allocates nothing."""
+        shapes = {name: weight.shape for name, weight in zip(self.names, self.weights, strict=True)}
+        return {f"{group}.{name}": shapes[name] for group, names in self.state_names().items() for name in names}
+
+    def state_names(self) -> dict[str, list[str]]:
+        """Return the groups of state(), each of them with its names."""
+        return dict.fromkeys(("model", *MOMENTS), self.names)
 
     @property
     @abstractmethod
     def updates(self) -> int:
-        """The number of updates of AdamW, which excludes refused steps. Synchronises."""
+        """The number of updates, which excludes refused steps. Synchronises."""
 
     @abstractmethod
     def set_updates(self, updates: int) -> None:
-        """Set the number of updates of AdamW."""
+        """Set the number of updates."""
 
     @abstractmethod
     def round_weights(self) -> None:
@@ -235,10 +262,11 @@ class TorchAdamW(Optimizer):
         if self.has_masters or self.sharded:
             copies = [local(weight).detach().to(torch.float32, copy=self.has_masters) for weight in self.weights]
             self.masters = [copy.requires_grad_() for copy in copies]
+        masters = self.adamw_masters().values()
         self.adamw = torch.optim.AdamW(
             [
-                {"params": [w for w in self.masters if w.dim() >= 2], "weight_decay": config.weight_decay},
-                {"params": [w for w in self.masters if w.dim() < 2], "weight_decay": 0.0},
+                {"params": [w for w in masters if w.dim() >= 2], "weight_decay": config.weight_decay},
+                {"params": [w for w in masters if w.dim() < 2], "weight_decay": 0.0},
             ],
             betas=(config.beta1, config.beta2),
             fused=True,
@@ -246,6 +274,10 @@ class TorchAdamW(Optimizer):
         )
         for group in self.adamw.param_groups:
             group["lr"] = self.lr  # not an argument of AdamW(), which would read its value
+
+    def adamw_masters(self) -> dict[str, Tensor]:
+        """Return name -> master of the weights that AdamW updates: all of them."""
+        return dict(zip(self.names, self.masters, strict=True))
 
     def add_gradients(self, bucket: list[int]) -> None:
         if not bucket or self.masters is self.weights:
@@ -281,32 +313,39 @@ class TorchAdamW(Optimizer):
     def update(self, norm: Tensor, refuse: Tensor) -> None:
         if self.grad_clip:
             nn.utils.clip_grads_with_norm_(self.masters, self.grad_clip, norm)
-        self.adamw.found_inf = refuse.float()  # as a GradScaler does
-        self.adamw.step()
+        self.update_masters(refuse)
         self.round_weights()
 
+    def update_masters(self, refuse: Tensor) -> None:
+        """Update the masters from their clipped gradients, unless `refuse` is true."""
+        self.adamw.found_inf = refuse.float()  # as a GradScaler does
+        self.adamw.step()
+
     def clear_gradients(self) -> None:
-        self.adamw.zero_grad(set_to_none=True)
+        for master in self.masters:
+            master.grad = None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         if not self.adamw.state:  # before the first step, AdamW has no moments
             self.load(0, 0)
-        moments = ("exp_avg", "exp_avg_sq")
-        groups = {"model": self.masters} | {key: [self.adamw.state[m][key] for m in self.masters] for key in moments}
+        weights, masters = dict(zip(self.names, self.weights, strict=True)), self.adamw_masters()
+        groups = {"model": dict(zip(self.names, self.masters, strict=True))}
+        groups |= {key: {name: self.adamw.state[m][key] for name, m in masters.items()} for key in MOMENTS}
         return {
-            key: {name: self._as_dtensor(t, w) for name, t, w in zip(self.names, tensors, self.weights, strict=True)}
+            key: {name: self._as_dtensor(tensor, weights[name]) for name, tensor in tensors.items()}
             for key, tensors in groups.items()
         }
 
     @property
     def updates(self) -> int:
-        return int(self.adamw.state[self.masters[0]]["step"])
+        master = next(iter(self.adamw_masters().values()))
+        return int(self.adamw.state[master]["step"])
 
     def set_updates(self, updates: int) -> None:
-        for master in self.masters:
+        for master in self.adamw_masters().values():
             state = self.adamw.state[master]
             state["step"] = torch.full((), float(updates), device=master.device)
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in MOMENTS:
                 state.setdefault(key, torch.zeros_like(master))
 
     def round_weights(self) -> None:

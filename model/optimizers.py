@@ -1,13 +1,16 @@
-"""AdamW over flat buffers, which hold all weights one after another, and the choice between it and PyTorch's AdamW."""
+"""AdamW over flat buffers, which hold all weights one after another, and the choice of the optimizer."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from kernels import muon as muon_op
 from kernels.adamw import MULTIPLE, auto
+from kernels.muon import auto as muon_auto
 from kernels.registry import Unavailable, describe, load
 from model.compat import add_tensors
+from model.muon import Muon
 from model.optim import OptimConfig, Optimizer, TorchAdamW
 from runtime.ranks import Ranks, is_sharded
 from runtime.torch_compat import copy_tensors
@@ -130,13 +133,21 @@ class FlatAdamW(Optimizer):
 
 
 def make_optimizer(
-    model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, impl: str = "auto", **options: bool
+    model: nn.Module,
+    config: OptimConfig,
+    ranks: Ranks | None = None,
+    impl: str = "auto",
+    muon: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    **options: bool,
 ) -> Optimizer:
     """Return the optimizer for the backend `impl` of the op adamw: TorchAdamW for eager, FlatAdamW for all others.
 
-    `auto` is eager for weights that FlatAdamW does not take. `options` are Optimizer's. Raises Unavailable if the
-    backend cannot run here.
+    `auto` is eager for weights that FlatAdamW does not take. If the config names Muon, it is Muon with the backend
+    `muon`, which computes in `dtype`. `options` are Optimizer's. Raises Unavailable if a backend cannot run here.
     """
+    if config.name == "muon":
+        return make_muon(model, config, ranks, impl, muon, dtype, **options)
     weight = next(model.parameters())
     name, reason = impl, flat_unavailable(weight)
     if impl == "auto":
@@ -147,9 +158,46 @@ def make_optimizer(
         raise Unavailable(f"adamw={name} cannot run here: {reason}")
     else:
         optimizer = FlatAdamW(model, config, load("adamw", name, weight.device), ranks, **options)
-    shape = {"shape": (MULTIPLE,), "dtype": weight.dtype, "device": weight.device}
-    optimizer.kernel = describe("adamw", impl, chosen=name, **shape)
+    optimizer.kernels = {"adamw": describe_adamw(weight, impl, name)}
     return optimizer
+
+
+def describe_adamw(weight: Tensor, impl: str, name: str) -> str:
+    """Return the row's text for the backend `name` of adamw, which `impl`, the config's choice, stands for."""
+    return describe("adamw", impl, chosen=name, shape=(MULTIPLE,), dtype=weight.dtype, device=weight.device)
+
+
+def make_muon(
+    model: nn.Module,
+    config: OptimConfig,
+    ranks: Ranks | None,
+    adamw: str,
+    impl: str,
+    dtype: torch.dtype,
+    **options: bool,
+) -> Muon:
+    """Return Muon with the backend `impl` of the op muon. See make_optimizer()."""
+    weight = next(model.parameters())
+    if is_sharded(weight):
+        raise Unavailable("optim=muon needs whole matrices: choose parallel=ddp or context, or optim=adamw")
+    if adamw not in ("auto", "eager"):
+        raise Unavailable(f"adamw={adamw} cannot run here: with optim=muon only kernels.adamw=eager updates the rest")
+    name = muon_auto.choose(weight.device) if impl == "auto" else impl
+    optimizer = Muon(model, config, load("muon", name, weight.device), ranks, dtype=dtype, **options)
+    shape = {"shape": next(iter(muon_op.SIZES.values()))["shape"], "dtype": dtype, "device": weight.device}
+    optimizer.kernels = {"adamw": describe_adamw(weight, adamw, "eager")}
+    optimizer.kernels["muon"] = describe("muon", impl, chosen=name, **shape)
+    return optimizer
+
+
+def make_reference_optimizer(
+    model: nn.Module, config: OptimConfig, rounded: torch.dtype, dtype: torch.dtype
+) -> Optimizer:
+    """Return the config's optimizer in eager PyTorch, for lab/proof. See TorchAdamW for `rounded`, Muon for `dtype`."""
+    if config.name == "muon":
+        device = next(model.parameters()).device
+        return Muon(model, config, load("muon", "eager", device), rounded=rounded, dtype=dtype)
+    return TorchAdamW(model, config, rounded=rounded)
 
 
 def flat_unavailable(weight: Tensor) -> str | None:

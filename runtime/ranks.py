@@ -111,6 +111,12 @@ class Ranks:
         dist.all_reduce(value)
         return value
 
+    def concatenate(self, part: Tensor) -> Tensor:
+        """Return the parts of all ranks, which have one shape, one after another, in the order of the ranks."""
+        whole = part.new_empty(self.world_size * len(part), *part.shape[1:])
+        dist.all_gather_into_tensor(whole, part.contiguous())
+        return whole
+
     def exchange(self, parts: Tensor) -> Tensor:
         """Send parts[i] to rank i. Return what the ranks have sent to this rank, in the order of the ranks."""
         return Exchange.apply(parts.contiguous())

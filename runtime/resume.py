@@ -152,22 +152,25 @@ def check_same_run(
     fingerprint: dict,
     path: Path,
     may_differ: Collection[str] = (),
-    defaults: dict | None = None,
+    defaults: dict[str, dict] | None = None,
 ) -> None:
     """Raise UserError if the checkpoint at `path`, with this manifest, is of another run than `config`.
 
     The model, the data and the order of the data must be the same. `fingerprint` identifies the data of this run. The
-    keys of the config group `model` in `may_differ` may differ. `defaults` are the values of keys of `model` that an
+    keys of the config group `model` in `may_differ` may differ. `defaults` is group -> the values of its keys that an
     old checkpoint lacks. The schedule and the optimizer may differ, too: then a line is printed.
     """
     saved_config = {"model": {}, "train": {}, "data": {}, "optim": {}, **manifest["config"]}
+    for group, values in (defaults or {}).items():
+        saved_config[group] = values | saved_config[group]
     pairs = {}  # key -> (value now, value in the checkpoint)
     for key, value in config["model"].items():
         if key not in may_differ:
-            pairs[f"model.{key}"] = value, saved_config["model"].get(key, (defaults or {}).get(key))
+            pairs[f"model.{key}"] = value, saved_config["model"].get(key)
     for key, value in fingerprint.items():
         pairs[f"data.{key}"] = value, manifest["data"].get(key)
-    required = ("train", "block_size"), ("train", "tokens_per_step"), ("train", "overfit"), ("data", "mask_documents")
+    required = ("optim", "name"), ("train", "block_size"), ("train", "tokens_per_step"), ("train", "overfit")
+    required += (("data", "mask_documents"),)
     for group, key in required:
         pairs[f"{group}.{key}"] = config[group][key], saved_config[group].get(key)
     pairs["seed"] = config["seed"], saved_config.get("seed")

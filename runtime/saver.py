@@ -20,7 +20,6 @@ from runtime.config import UserError
 from runtime.manifest import SHARDS, TRAINING, WEIGHTS, fsync, write_manifest
 from runtime.ranks import Ranks, is_sharded
 
-GROUPS = ("model", "exp_avg", "exp_avg_sq")  # the groups of an optimizer's state()
 GATHERED_BYTES = 2**30  # how much of sharded tensors rank 0 gathers on its GPU before it waits for the copies
 
 
@@ -54,13 +53,12 @@ class Checkpoints:
             self.thread.submit(self.checkpoint_folder.replicate, folders[0])  # a killed save has not made the copy
 
     def allocate_host_copies(self, shapes: dict[str, torch.Size]) -> None:
-        """Let the thread allocate the host memory of a save during the first steps: three fp32 tensors a shape.
+        """Let the thread allocate the host memory of a save during the first steps. `shapes` is "group.name" -> shape.
 
         On an H200's host, pinning the 1.5 GB of 124M takes 1.3 s, which would otherwise be a pause in the first save.
         """
         if self.ranks.is_main and not self.sharded:
-            group_shapes = {f"{group}.{name}": shapes[name] for group in GROUPS for name in shapes}
-            self.pending = self.thread.submit(self._allocate, group_shapes)
+            self.pending = self.thread.submit(self._allocate, shapes)
 
     def _allocate(self, shapes: dict[str, torch.Size]) -> None:
         with contextlib.suppress(RuntimeError, MemoryError):  # the save itself will raise it again

@@ -107,7 +107,13 @@ def test_printed_commands_have_the_path_that_they_are_about(name, tmp_path, monk
     assert read_command(resume.command(path)) == (start, {"seed": 3, "out_dir": name, "train.resume": "auto"})
     step = {"block_size": 1, "tokens_per_step": 1, "overfit": False}
     saved = {
-        "config": {"model": {"n_layer": 1}, "train": step, "data": {"mask_documents": False}, "seed": 1},
+        "config": {
+            "model": {"n_layer": 1},
+            "train": step,
+            "data": {"mask_documents": False},
+            "optim": {"name": "adamw"},
+            "seed": 1,
+        },
         "data": {},
     }
     with pytest.raises(UserError) as error:

@@ -23,6 +23,7 @@ from data.loader import Loader, Windows
 from kernels.registry import OPS, impls, unavailable
 from model import capture, generate
 from model.config import GPTConfig
+from model.optim import OptimConfig
 from runtime import resume
 from runtime.checkpoint import checkpoint_folders, newest_valid, read_manifest, verify
 from runtime.config import UserError
@@ -729,14 +730,18 @@ def test_the_old_name_of_the_optimizer_is_no_change():
     assert schedule_changes(saved, now | {"train": {"max_steps": 2, "max_minutes": None}}) == ""
 
 
-def test_a_checkpoint_from_before_a_field_existed_is_of_a_run_with_its_default():
+def test_a_checkpoint_from_before_a_field_existed_is_of_a_run_with_its_default(capsys):
     train = {"block_size": 1, "tokens_per_step": 1, "overfit": False, "max_steps": 1, "max_minutes": None}
     config = {"model": {"n_layer": 1}, "train": train, "data": {"mask_documents": False}, "optim": {}, "seed": 1}
-    saved, options = {"config": config, "data": {}}, {"defaults": GPTConfig.defaults()}
-    now = {**GPTConfig.defaults(), "n_layer": 1}
-    resume.check_same_run(saved, config | {"model": now}, {}, Path("run"), **options)
-    with pytest.raises(UserError, match=r"of another run: model\.norm=rmsnorm \(checkpoint: layernorm\); pass"):
-        resume.check_same_run(saved, config | {"model": now | {"norm": "rmsnorm"}}, {}, Path("run"), **options)
+    defaults = {"model": GPTConfig.defaults(), "optim": OptimConfig.defaults()}
+    saved, options = {"config": config, "data": {}}, {"defaults": defaults}
+    now = {"model": {**GPTConfig.defaults(), "n_layer": 1}, "optim": OptimConfig.defaults()}
+    resume.check_same_run(saved, config | now, {}, Path("run"), **options)
+    assert capsys.readouterr().out == ""
+    for group, key, value, then in (("model", "norm", "rmsnorm", "layernorm"), ("optim", "name", "muon", "adamw")):
+        changed = config | now | {group: now[group] | {key: value}}
+        with pytest.raises(UserError, match=rf"of another run: {group}\.{key}={value} \(checkpoint: {then}\); pass"):
+            resume.check_same_run(saved, changed, {}, Path("run"), **options)
 
 
 @pytest.mark.parametrize(

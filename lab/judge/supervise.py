@@ -15,7 +15,7 @@ import torch
 
 from common.files import read_bytes, read_line
 from data import open_dataset
-from kernels.registry import OPS, TRAINING_OPS, impl_by_op
+from kernels.registry import OPS, impl_by_op
 from lab.bench.new_backends import WrongKernel, tracked_backends
 from lab.bench.probe import ERRORS, Probe, case_probes, first_word
 from lab.channel import is_worker
@@ -52,7 +52,7 @@ def takes_over(cfg: Any) -> bool:
     if is_worker():
         Witness.functions, Witness.settings = find_functions(), process_settings()
         return False
-    chosen = impl_by_op(called_kernels(cfg.model, cfg.kernels, cfg.precision), cfg.attn, TRAINING_OPS)
+    chosen = impl_by_op(called_kernels(cfg.model, cfg.kernels, cfg.precision), cfg.attn, Recipe.of(cfg).ops)
     new = {op: impl for op, impl in chosen.items() if impl not in tracked_backends(op)}
     if not (cfg.proof and new):
         return False

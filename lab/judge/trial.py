@@ -47,6 +47,7 @@ def why_incomplete(config: Any) -> str | None:
         "train.resume and train.stop_after make a part of a run": bool(t.resume or t.stop_after),
         "train.overfit repeats a batch": t.overfit,
         "sharded weights are not compared": config.parallel != "ddp",
+        "optim=muon is not repeated, only AdamW": config.optim.name != "adamw",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -19,7 +19,7 @@ from lab.proof.source_lines import kernel_lines
 from runtime.timing import synchronize
 
 Patterns = dict[str, tuple[str, ...]]  # family -> patterns
-BEFORE_OPS: Patterns = {"optimizer": (r"multi_tensor|lpnorm|NormTwoOps|fused_adam|_adamw_kernel|_foreach",)}
+BEFORE_OPS: Patterns = {"optimizer": (r"multi_tensor|lpnorm|NormTwoOps|fused_adam|_adamw_kernel|_muon|_foreach",)}
 AFTER_OPS: Patterns = {
     "gemm": (r"(?i)gemm|nvjet|cutlass|splitK|xmma|aten::(add)?b?mm",),
     "embedding": (r"embedding|grad_weight|scatter|gather|radix|segment|unique|cub::",),

@@ -26,7 +26,8 @@ from lab.proof.parity import STEPS, FirstSteps, Recorder
 from lab.recipe import Recipe
 from model.config import PRECISIONS
 from model.download import CONFIG, hub_folder, weight_files
-from model.optim import TorchAdamW, learning_rate
+from model.optim import learning_rate
+from model.optimizers import make_reference_optimizer
 from model.parallel import SHARDED
 from model.pretrained import read_pretrained
 from model.step import train_step
@@ -200,7 +201,8 @@ def write_reference(
     windows, _ = open_splits(dataset, train.block_size, recipe.documents)
     loader = Loader(windows, train.batch_size, train.tokens_per_step, recipe.seed, overfit=train.overfit)
     model = recipe.build(device, read_pretrained(init_from) if init_from else None)
-    optimizer = TorchAdamW(model, recipe.optim, rounded=weight_dtype if recipe.precision == "fp32" else torch.float32)
+    rounded = weight_dtype if recipe.precision == "fp32" else torch.float32
+    optimizer = make_reference_optimizer(model, recipe.optim, rounded, PRECISIONS[recipe.precision][1])
     recorder = Recorder(optimizer)
     for step in range(1, min(STEPS, train.max_steps) + 1):
         batches = [tuple(tensor.to(device) for tensor in batch) for batch in loader(step)]

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from kernels.names import default_impl, ops_with_a_choice, preset_name
+from kernels.names import OPTIMIZER_OPS, default_impl, ops_with_a_choice, preset_name
 from lab.sweep.compare import is_generation, sequences
 
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
@@ -50,17 +50,18 @@ def kernels_cell(row: dict) -> str:
     names = preset_name(backends) or "+".join(sorted(set(backends.values())))
     if kernels["compile"]:
         names = "compile" if names == "eager" else f"{names}+compile"
-    return names + fp8_and_adamw(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
+    names += fp8_and_optimizer(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
+    return names + (", Muon" if row["config"].get("optim", {}).get("name") == "muon" else "")
 
 
-def fp8_and_adamw(kernels: dict) -> str:
-    """Return the choices of kernels.fp8 and kernels.adamw that are not the default: ", fp8 in mlp, adamw eager", or "".
+def fp8_and_optimizer(kernels: dict) -> str:
+    """Return the choices of kernels.fp8 and of the optimizer's ops that are not the default, such as ", adamw eager".
 
-    `kernels` is a row's config.kernels. An old row has neither key.
+    `kernels` is a row's config.kernels. An old row has none of these keys.
     """
-    ops, adamw = kernels.get("fp8"), kernels.get("adamw", default_impl("adamw"))
+    ops, chosen = kernels.get("fp8"), {op: kernels.get(op, default_impl(op)) for op in OPTIMIZER_OPS}
     fp8 = "" if ops is None else f", fp8 in {' and '.join(ops) or 'no op'}"
-    return fp8 if adamw == default_impl("adamw") else f"{fp8}, adamw {adamw}"
+    return fp8 + "".join(f", {op} {impl}" for op, impl in chosen.items() if impl != default_impl(op))
 
 
 def attention_cell(row: dict) -> str:
@@ -119,7 +120,7 @@ def kernels_name(kernels: dict) -> str:
         name = ", ".join([usual, *(f"{op} {impl}" for op, impl in backends.items() if impl != usual)])
     if kernels["compile"]:
         name = "compile" if name == "eager" else f"{name} + compile"
-    return name + fp8_and_adamw(kernels)
+    return name + fp8_and_optimizer(kernels)
 
 
 def kernels_family(name: str) -> str:

@@ -8,6 +8,7 @@ import re
 import shlex
 from datetime import datetime
 
+from kernels.names import OPTIMIZER_OPS
 from kernels.registry import called_backend
 from lab.report.describe import commit, model_size, prompt_tokens
 from lab.report.tables import markdown_table, markdown_text, ratio_to_baseline, shown_run
@@ -147,8 +148,8 @@ def ladder_lines(
 
 def computing_kernels(row: dict) -> dict[str, str]:
     """Return op -> what computed it, from the row: of a model's step, or of a decoder with kernels of its own."""
-    kernels = {op: text for op, text in row["kernels"].items() if isinstance(text, str)}
-    kernels.pop("adamw", None)  # note() names it
+    # note() names the optimizer's
+    kernels = {op: text for op, text in row["kernels"].items() if isinstance(text, str) and op not in OPTIMIZER_OPS}
     if is_generation(row):
         decode = kernels.pop("decode", "blocks")
         return kernels if decode.startswith("blocks") else {"decode": decode}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from model.config import GPTConfig
+from model.optim import OptimConfig
 
 DRAWS = 1000  # samples that the bootstrap draws
 RESOLUTION = 0.005  # a difference below 0.5% is a tie: on another machine, the other choice may be faster
@@ -104,9 +105,10 @@ def differences(row: dict, base: dict) -> list[str]:
     """
     lines = value_differences("GPUs", row.get("world_size", 1), base.get("world_size", 1))
     config, base_config = settings(row), settings(base)
-    for group in (config, base_config):  # an old row lacks the newer fields of the model
-        if isinstance(group.get("model"), dict):
-            group["model"] = GPTConfig.defaults() | group["model"]
+    for groups in (config, base_config):  # an old row lacks the newer fields
+        for name, schema in (("model", GPTConfig), ("optim", OptimConfig)):
+            if isinstance(groups.get(name), dict):
+                groups[name] = schema.defaults() | groups[name]
     for key in sorted((config | base_config).keys() - set(COMPARED)):
         lines += value_differences(key, config.get(key), base_config.get(key))
     if "env" in row and "env" in base:

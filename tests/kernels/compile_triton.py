@@ -46,6 +46,7 @@ from kernels.loss import triton as loss
 from kernels.mlp import _gluon_kernel as gluon
 from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
+from kernels.muon import triton as muon
 from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
 from kernels.norm import triton as norm
@@ -181,9 +182,9 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
         tma = has_tma.__wrapped__(GPU) and dtype == torch.bfloat16
     end = "" if dtype == torch.bfloat16 else " in fp32"
 
-    def build(name, kernel, launch, matrices, **constants):
+    def build(name, kernel, launch, matrices, types=None, **constants):
         """`matrices` is {argument: the shape of its tiles}; a shape of three is of fp32."""
-        types = {"target_logits_ptr": "*fp32", "sums_ptr": "*fp32", "partial_ptr": "*fp32"}
+        types = {"target_logits_ptr": "*fp32", "sums_ptr": "*fp32", "partial_ptr": "*fp32"} | (types or {})
         types |= dict.fromkeys(("b_ptr", "bias_ptr"), POINTERS[dtype])
         for matrix, tile in matrices.items():
             element = "fp32" if len(tile) == 3 else POINTERS[dtype][1:]
@@ -212,6 +213,11 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
     n, f, c, width = tile_sizes(launch)
     matrices = {"dy": (n, c), "w": (c, f)} | dict.fromkeys(("h", "a", "dh"), (n, width))
     build("mlp backward", mlp._mlp_bwd_kernel, launch, matrices, SUMS=min(launch["num_warps"], n // 16))
+    launch = muon.launch_parameters(dtype, tma)
+    matrices = {"x": (launch["BLOCK_M"], launch["BLOCK_C"])}
+    numbers = dict.fromkeys(("added_ptr", "out_ptr"), POINTERS[dtype]) | {"alpha": "fp32", "beta": "fp32"}
+    build("muon, symmetric product", muon._muon_symmetric_kernel, launch, matrices, types=numbers)
+    build("muon, X X^T", muon._muon_symmetric_kernel, launch, matrices, types=numbers, added_ptr=None)
     if dtype == torch.bfloat16:
         compile_exponentials(capability, tma, build)
 

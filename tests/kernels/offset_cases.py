@@ -20,6 +20,7 @@ from kernels.fp8 import E4M3, E5M2
 from kernels.loss import _exponentials, _softmax, _unnormalised
 from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
+from kernels.muon import triton as muon
 from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
 from kernels.norm import triton as norm
@@ -235,6 +236,12 @@ def adamw_(before):
     return [tensor[-BLOCK:] for tensor in (*state, rounded)]
 
 
+def symmetric_product(before):
+    """The last program has the last matrix's last tile, on the diagonal, and reads `added` at its offset."""
+    x, added = after(before(64 * 64), half(1, 64, 64)), after(before(64 * 64), half(1, 64, 64, seed=1))
+    return [muon.symmetric_product(x, alpha=2.0, added=added, beta=3.0)[-1]]
+
+
 def heads_of_1m_tokens(before, count):
     """Return tensors (1, T, 33, 64) in (B, H, T, D) order."""
     return [after_columns(before(2048), half(33, 384, 64, seed=seed)).transpose(0, 1)[None] for seed in range(count)]
@@ -329,6 +336,7 @@ CASES = {
     "_maxima_kernel": maxima,
     "_sum_rows_kernel": sum_rows,
     "_adamw_kernel": adamw_,
+    "_muon_symmetric_kernel": symmetric_product,
     "_fwd_kernel": attention_forward,
     "_dq_kernel, _dkdv_kernel": attention_backward,
     "_lse_delta_kernel": lse_and_delta,

@@ -1,9 +1,10 @@
 """Backends that wrap other people's kernels: the code around their functions, and the error if a package is missing.
 
 The packages need a GPU. Here plain PyTorch replaces the functions that the backends call, with the signatures of
-liger-kernel 0.8.5, quack-kernels 0.6.5, nvmath-python 1.0.0 and flashinfer-python 0.6.12, and of our own kernels in
-Helion. On a GPU with the packages, test_backends.py and test_decode.py test the real functions. If Helion is installed,
-test_backends.py also runs its LayerNorm in Triton's interpreter, and compile_helion.py compiles its kernels.
+liger-kernel 0.8.5, quack-kernels 0.6.5, nvmath-python 1.0.0, gram-newton-schulz 0.1.6 and flashinfer-python 0.6.12, and
+of our own kernels in Helion. On a GPU with the packages, test_backends.py and test_decode.py test the real functions.
+If Helion is installed, test_backends.py also runs its LayerNorm in Triton's interpreter, and compile_helion.py compiles
+its kernels.
 """
 
 import os
@@ -22,6 +23,7 @@ from kernels import decode
 from kernels.check import broken_rule
 from kernels.loss import liger_cute
 from kernels.mlp import nvmath
+from kernels.muon import gram
 from kernels.registry import Unavailable, backend, contract, load, unavailable
 from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
@@ -31,17 +33,20 @@ WRAPPED = [
     *[(op, impl) for op in ("norm", "rms_norm") for impl in ("liger", "quack", "helion")],
     *[("loss", impl) for impl in ("liger", "liger_large", "liger_cute", "helion")],
     ("mlp", "nvmath"),
+    ("muon", "gram"),
 ]
 CASES = {
     "norm": ["fp32_residual", "fp32_embedding", "no_bias", "non_contiguous"],
     "rms_norm": ["fp32_residual", "fp32_embedding", "no_residual", "non_contiguous", "eps"],
     "loss": ["some_ignored", "all_ignored", "non_contiguous", "odd"],
     "mlp": ["many_rows", "one_row", "no_bias", "non_contiguous"],
+    "muon": ["wide", "tall", "square", "non_contiguous"],
 }
 ONE_DTYPE = {  # our kernels do not work in bf16 under TRITON_INTERPRET=1, which the tests set on a CPU
     **{(op, "helion"): torch.float32 for op in ("norm", "rms_norm")},
     **{("loss", impl): torch.float32 for impl in ("helion", "liger", "liger_large")},
     ("loss", "liger_cute"): torch.bfloat16,
+    ("muon", "gram"): torch.bfloat16,
 }
 
 
@@ -199,6 +204,27 @@ class Matmul:
         return (result, others) if others else result
 
 
+class GramNewtonSchulz:
+    """The same polynomial, from the Gram matrix, in float16. It computes the Gram matrix again after three steps."""
+
+    def __init__(self, ns_coefficients, gram_newton_schulz_reset_iterations, compile_kwargs):
+        assert (gram_newton_schulz_reset_iterations, compile_kwargs) == ([3], {"fullgraph": True})
+        self.coefficients = ns_coefficients
+
+    def __call__(self, matrices):
+        assert matrices.is_contiguous()
+        x = (matrices.float() / (matrices.float().norm(dim=(1, 2), keepdim=True) + 1e-7)).half()
+        is_tall = x.shape[1] > x.shape[2]
+        x, eye = x.mT if is_tall else x, torch.eye(min(x.shape[1:]), dtype=x.dtype)
+        for steps in (self.coefficients[:3], self.coefficients[3:]):
+            gram, q = x @ x.mT, eye
+            for a, b, c in steps:
+                z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * eye
+                q, gram = q @ z, z @ gram @ z
+            x = q @ x
+        return (x.mT if is_tall else x).to(matrices.dtype)
+
+
 def by_columns(matrix):
     return matrix.T.contiguous().T
 
@@ -241,6 +267,7 @@ def packages(monkeypatch):
         liger_cute.MODULE: (fused_scaled_cross_entropy_forward, fused_scaled_cross_entropy_backward),
         "quack.rmsnorm": (_rmsnorm_fwd, _rmsnorm_bwd),
         "nvmath.linalg.advanced": (Matmul,),
+        "gram_newton_schulz": (GramNewtonSchulz,),
     }.items():
         module = SimpleNamespace(**{member.__name__: member for member in members}, layernorm_bwd=None)
         monkeypatch.setitem(sys.modules, name, module)
@@ -248,6 +275,8 @@ def packages(monkeypatch):
     names = "GELU_AUX", "GELU_AUX_BIAS", "DGELU", "DGELU_BGRAD"
     sys.modules["nvmath.linalg.advanced"].MatmulEpilog = dict(zip(names, names, strict=True))
     monkeypatch.setattr(nvmath, "plans", {})
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", SimpleNamespace(gemm_symmetric=None))
+    gram.newton_schulz.cache_clear()
     monkeypatch.setitem(sys.modules, "helion.language", SimpleNamespace(register_block_size=None))
     norms = {"norm_fwd": helion_norm_fwd, "norm_bwd": helion_norm_bwd}
     norm_kernels = SimpleNamespace(**norms, kernel=lambda function, block_sizes, num_warps: function)
@@ -309,7 +338,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         if (op, impl) not in (("norm", "helion"), ("rms_norm", "helion")):  # they also run in Triton's interpreter
             assert re.match(r"it needs (an NVIDIA|a Hopper) GPU .*compute capability", unavailable(op, impl, CPU))
     for name in list(sys.modules):
-        if name.split(".")[0] in ("liger_kernel", "quack", "nvmath", "helion"):
+        if name.split(".")[0] in ("liger_kernel", "quack", "nvmath", "helion", "gram_newton_schulz"):
             monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
     for op, impl, package in (
@@ -325,6 +354,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         ("loss", "liger_cute", "liger-kernel[cutedsl]>=0.8.5"),
         ("norm", "quack", "quack-kernels[cu13]>=0.6.2"),
         ("loss", "torch_chunked", "torch>=2.13"),
+        ("muon", "gram", "gram-newton-schulz==0.1.6"),
     ):
         with pytest.raises(Unavailable) as raised:
             load(op, impl, CPU)

@@ -15,6 +15,8 @@ from kernels.adamw.triton import adamw as triton_adamw
 from kernels.attention import document_starts, flash, flex
 from kernels.compat import TorchDispatchMode
 from kernels.decode import _sampling
+from kernels.muon import inputs as muon_inputs
+from kernels.muon.triton import muon as triton_muon
 from kernels.registry import OPS, backend, contract, impls, unavailable
 from kernels.sampling import Sampling
 from tests.kernels.test_backends import DEVICES, case_inputs, float_tensors, load_or_skip
@@ -31,6 +33,7 @@ CASES = {  # small, because opcheck calls an op about ten times; every case of a
     "glu": ["one_row", "bias", "fp8"],
     "rope": ["80", "norm"],
     "loss": ["some_ignored", "768", "fp8"],  # Gluon takes no vocabulary of 257
+    "muon": ["wide"],
 }
 WITH_CASES = [(op, impl, case) for op in OPS for impl in impls(op) for case in CASES.get(op, contract(op).CASES)]
 UTILS = "test_faketensor", "test_autograd_registration", "test_schema", "test_aot_dispatch_dynamic"
@@ -95,6 +98,7 @@ def other_calls(device):
     return [
         (triton_adamw, adamw_inputs((2 * MULTIPLE,), dtype=dtype, device=device)),
         (eager_adamw, adamw_inputs((2 * MULTIPLE,), dtype=dtype, device=device)),
+        (triton_muon, muon_inputs((2, 48, 16), dtype=dtype, device=device)),
         (flash.document_bounds, {"starts": starts}),
         (flex.list_blocks, {"selected": (starts[:, None] > 1).expand(2, 3, 8).mT}),
         (functools.partial(_sampling.sample_tokens, sampling=Sampling(300, top_k=7)), draw),

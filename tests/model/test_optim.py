@@ -231,11 +231,11 @@ def test_the_choice_of_the_optimizer(monkeypatch, tmp_path):
     config, device = OptimConfig(**ADAMW), torch.device("cpu")
     optimizer = make_optimizer(model(torch.bfloat16), config)
     assert isinstance(optimizer, TorchAdamW)
-    assert optimizer.kernel == "auto (eager)" == auto_kernel(device)
-    assert make_optimizer(model(), config, impl="eager").kernel == f"eager (torch {torch.__version__})"
+    assert optimizer.kernels == {"adamw": "auto (eager)"} == {"adamw": auto_kernel(device)}
+    assert make_optimizer(model(), config, impl="eager").kernels["adamw"] == f"eager (torch {torch.__version__})"
     optimizer = make_optimizer(model(torch.float16).to(DEVICE), config, impl="triton")
     assert isinstance(optimizer, FlatAdamW)
-    assert optimizer.kernel.startswith("triton (triton 3.")
+    assert optimizer.kernels["adamw"].startswith("triton (triton 3.")
     mine = tmp_path / "mine.py"
     mine.write_text("from kernels.adamw._template import adamw")
     optimizer = make_optimizer(model(torch.bfloat16), config, impl=str(mine))

@@ -20,6 +20,7 @@ from runtime import checkpoint, checkpoint_folder, saver
 from runtime.checkpoint import (
     checkpoint_folders,
     find_checkpoint,
+    flatten,
     load_state,
     newest_valid,
     read_weights,
@@ -68,7 +69,7 @@ def names(folders):
 
 def test_save_uses_the_host_memory_that_was_allocated_before(tmp_path):
     checkpoints, state = open_checkpoints(tmp_path), random_tensors(7)
-    checkpoints.allocate_host_copies({name: tensor.shape for name, tensor in state["model"].items()})
+    checkpoints.allocate_host_copies({name: tensor.shape for name, tensor in flatten(state).items()})
     checkpoints.finish()
     addresses = {key: tensor.data_ptr() for key, tensor in checkpoints.host_copies.items()}
     checkpoints.save(7, state, {}, facts())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checkpoint import checkpoint_folders, find_checkpoint, newest_valid, verify
+from runtime.checkpoint import checkpoint_folders, find_checkpoint, flatten, newest_valid, verify
 from runtime.config import UserError
 from runtime.manifest import Unreadable
 from tests.runtime.test_checkpoint import facts, names, open_checkpoints, random_tensors, save
@@ -214,7 +214,7 @@ def test_a_lack_of_memory_before_the_first_save_is_no_error(tmp_path, monkeypatc
     checkpoints, state = open_checkpoints(tmp_path), random_tensors(1)
     with monkeypatch.context() as patch:
         patch.setattr("torch.empty", fail)
-        checkpoints.allocate_host_copies({name: tensor.shape for name, tensor in state["model"].items()})
+        checkpoints.allocate_host_copies({name: tensor.shape for name, tensor in flatten(state).items()})
         checkpoints.finish()
     checkpoints.save(1, state, {}, facts())
     checkpoints.close()
