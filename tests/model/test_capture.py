@@ -68,10 +68,10 @@ def recorded_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
 
 
-def trainer(device=CPU, kernels=None, attn="sdpa", precision="fp32", **changes):
+def trainer(device=CPU, kernels=None, attn="sdpa", precision="fp32", optim="adamw", **changes):
     config = GPTConfig(**SHAPE | {"dropout": 0.0} | changes)
     model = build(config, kernels or KernelsConfig(), AttnConfig(attn), precision, device, seed=1)
-    return model, make_optimizer(model, OptimConfig(**ADAMW, grad_clip=0.5))
+    return model, make_optimizer(model, OptimConfig(**ADAMW, grad_clip=0.5, name=optim))
 
 
 def batches_of(step, micro_steps, device=CPU):
@@ -101,16 +101,17 @@ def assert_same_bits(captured, plain):
 
 
 @pytest.mark.parametrize(
-    ("micro_steps", "dropout", "precision"), [(1, 0.0, "fp32"), (2, 0.1, "fp32"), (2, 0.0, "bf16")]
+    ("micro_steps", "dropout", "precision", "optim"),
+    [(1, 0.0, "fp32", "adamw"), (2, 0.1, "fp32", "adamw"), (2, 0.0, "bf16", "adamw"), (2, 0.0, "bf16", "muon")],
 )
-def test_replayed_steps_equal_uncaptured_steps(recorded_graphs, micro_steps, dropout, precision):
+def test_replayed_steps_equal_uncaptured_steps(recorded_graphs, micro_steps, dropout, precision, optim):
     """Each step has another batch and learning rate, draws other dropout, and the fifth one is refused."""
-    model, optimizer = trainer(dropout=dropout, precision=precision)
+    model, optimizer = trainer(dropout=dropout, precision=precision, optim=optim)
     step = capture.StepRunner(model, optimizer, wanted=None)
     captured = run(step, model, optimizer, micro_steps)
     assert step.graph.replays == 4
     assert step.figures == {"cuda_graph": "captured"}
-    model, optimizer = trainer(dropout=dropout, precision=precision)
+    model, optimizer = trainer(dropout=dropout, precision=precision, optim=optim)
     plain = run(lambda *args: train_step(model, optimizer, *args), model, optimizer, micro_steps)
     assert int(optimizer.first_refused) == 5
     assert_same_bits(captured, plain)
@@ -159,7 +160,11 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(recorded_graphs, monkeypa
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("changes", [{}, {"dropout": 0.1}, {"precision": "bf16"}, {"checkpointing": "block"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dropout": 0.1}, {"precision": "bf16"}, {"checkpointing": "block"}, {"precision": "bf16", "optim": "muon"}],
+    ids=str,
+)
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_replayed_steps_equal_uncaptured_steps_on_a_gpu(micro_steps, changes):
     """With deterministic kernels, every bit is the same."""
