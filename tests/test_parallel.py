@@ -101,6 +101,22 @@ def test_fsdp_gives_the_figures_of_one_process_and_resumes_in_one(hotswap, tmp_p
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
+def test_muon_gives_the_figures_of_one_process_and_refuses_sharded_weights(hotswap, tmp_path):
+    """Each rank orthogonalises half of the matrices, with parallel=ddp and with parallel=context."""
+    settings = *BASE, "optim=muon", "train.sample_tokens=0"
+    assert hotswap(*settings, "out_dir=alone")[0] == 0
+    for parallel in ("ddp", "context"):
+        code, _, err = torchrun(tmp_path, *settings, f"parallel={parallel}", f"out_dir={parallel}")
+        assert code == 0, err
+        torch.testing.assert_close(figures(parallel), figures("alone"), rtol=1e-4, atol=0)
+    for parallel in ("fsdp", "zero2"):
+        code, _, err = torchrun(tmp_path, *settings, f"parallel={parallel}", f"out_dir={parallel}")
+        assert code == 1
+        assert "error: optim=muon needs whole matrices: choose parallel=ddp or context, or optim=adamw\n" in err
+
+
 @pytest.mark.usefixtures("quick_python")
 def test_context_gives_the_figures_of_one_process(hotswap, tmp_path, one_process):
     """Each rank has 64 tokens of every sequence of 128. The row counts a sequence once, and parity holds."""

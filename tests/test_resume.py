@@ -118,6 +118,25 @@ def test_a_run_resumes_with_any_other_choice_of_kernels(hotswap, monkeypatch):
         assert line["train/loss"] == pytest.approx(whole[step], rel=1e-4)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_with_muon_is_bit_equal_and_adamw_refuses_its_checkpoint(hotswap, precision):
+    """training.pt has the momentum of the matrices, and AdamW's moments of the other weights."""
+    settings = *BASE, "train.max_steps=6", f"precision={precision}", "optim=muon"
+    assert hotswap(*settings, "out_dir=whole")[0] == 0
+    assert hotswap(*settings, "train.stop_after=3")[0] == 0
+    saved = torch.load("run/checkpoints/step-000003/training.pt", weights_only=True)
+    matrices = set(saved["momentum"])
+    assert {name.split(".")[2] for name in matrices} == {"attn", "mlp"}
+    assert saved["exp_avg"].keys() == saved["exp_avg_sq"].keys()
+    assert {"wte.weight", "wpe.weight", "h.0.ln_1.weight", "h.0.mlp.c_fc.bias"} <= saved["exp_avg"].keys()
+    assert not matrices & saved["exp_avg"].keys()
+    code, _, err = hotswap(*settings, "optim=adamw", RESUME)
+    assert code == 1
+    assert "is of another run: optim.name=adamw (checkpoint: muon)" in err
+    assert hotswap(*settings, RESUME)[0] == 0
+    assert curve() == curve("whole")
+
+
 def test_precisions_share_checkpoints(hotswap):
     """A checkpoint holds fp32 weights, so a bf16 run resumes in fp32. The losses differ by bf16's rounding."""
     assert hotswap(*BASE, "train.max_steps=8", "precision=bf16", "train.stop_after=4")[0] == 0

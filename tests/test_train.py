@@ -518,6 +518,31 @@ def test_the_row_and_the_header_name_the_backend_of_the_optimizer(hotswap):
     assert "but kernels.adamw=triton: remove optim.impl" in err
 
 
+def test_muon_trains_and_has_a_proof(hotswap):
+    """The references of the proof train with Muon, too. The row names both optimizers, and so does a resumed run's."""
+    words = *QUICK, "train.max_steps=4", "precision=bf16", "optim=muon"
+    code, out, err = hotswap(*words, "proof=true")
+    assert (code, err) == (0, "")
+    assert "| adamw auto (eager) | muon auto (eager)\n" in out
+    result = row()
+    assert result["name"].endswith("M-eager-sdpa-bf16-muon")
+    assert (result["config"]["optim"]["name"], result["config"]["optim"]["momentum"]) == ("muon", 0.95)
+    assert result["parity"]["ok"] is True
+    assert 0 < result["parity"]["loss_error"] < 0.01
+    code, _, err = hotswap(*words, "kernels.adamw=triton", "out_dir=other")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "adamw=triton cannot run here: with optim=muon only kernels.adamw=eager updates the rest" in err
+    Path("mine.py").write_text("from kernels.muon._template import muon")
+    assert hotswap(*words, "kernels.muon=mine.py", "out_dir=mine")[0] == 0
+    assert row("mine")["kernels"]["muon"].startswith("mine.py (torch")
+    assert row("mine")["checks"]["muon"].startswith("ok: torch")
+    assert row("mine")["train/loss"] == result["train/loss"]
+    assert "+muon.mine.py-" in row("mine")["name"]
+    code, _, err = hotswap(*words, "kernels.muon=mine.py", "proof=true", "out_dir=proof")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "optim=muon is not repeated, only AdamW; pass proof=false" in err
+
+
 def test_a_new_backend_of_the_optimizer_is_checked_and_trains(hotswap, monkeypatch):
     """With proof=true it trains in a worker, after all of its cases; here, after the first one."""
     case_probes = supervise.case_probes

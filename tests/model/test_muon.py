@@ -206,9 +206,9 @@ def test_the_choice_of_the_backends(monkeypatch):
     kernels = make_optimizer(net, CONFIG, muon="triton", dtype=torch.float32).kernels
     assert kernels["muon"].startswith("triton (triton 3.")
     assert "cuBLAS matmuls" in kernels["muon"]
-    with pytest.raises(Unavailable, match="adamw=triton cannot run here: with optim=muon only kernels.adamw=eager"):
+    with pytest.raises(Unavailable, match=r"adamw=triton cannot run here: with optim=muon only kernels\.adamw=eager"):
         make_optimizer(net, CONFIG, impl="triton")
-    with pytest.raises(Unavailable, match="muon=gram cannot run here: it needs gram-newton-schulz==0.1.6"):
+    with pytest.raises(Unavailable, match=r"muon=gram cannot run here: it needs gram-newton-schulz==0\.1\.6"):
         make_optimizer(net, CONFIG, muon="gram")
     monkeypatch.setattr("model.optimizers.is_sharded", lambda weight: True)
     with pytest.raises(Unavailable, match="optim=muon needs whole matrices: choose parallel=ddp or context, or"):
