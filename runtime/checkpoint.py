@@ -3,7 +3,7 @@
 out/<run>/checkpoints/step-000250/manifest.json      step, elapsed, config, data, val_loss; the size and SHA-256 of
                                                      each file; the SHA-256 of the manifest itself
                                   model.safetensors  the weights in fp32, under the model's names
-                                  training.pt        AdamW's moments, random states, the number of updates
+                                  training.pt        the optimizer's moments, random states, the number of updates
                       best -> step-000250            the checkpoint with the lowest validation loss
 
 runtime/saver.py writes a checkpoint under a hidden name, fsyncs it, and renames it when it is complete. So a kill at
@@ -46,7 +46,8 @@ from runtime.manifest import (
 from runtime.pickles import check_saved
 from runtime.ranks import is_sharded
 
-# {"model": {parameter name: tensor}, "exp_avg": {...}, "exp_avg_sq": {...}}; with FSDP the tensors are DTensors
+# {"model": {parameter name: tensor}, "exp_avg": {...}, "exp_avg_sq": {...}}, with Muon also "momentum"; with FSDP the
+# tensors are DTensors
 State = dict[str, dict[str, Tensor]]
 
 

@@ -46,6 +46,7 @@ def test_a_preset_takes_the_backend_for_each_op_that_has_it():
         **dict.fromkeys(("rms_norm", "linear", "rope", "mlp", "glu", "loss"), "eager"),
         **dict.fromkeys(("norm", "toy"), "mine"),
         "adamw": "auto",
+        "muon": "auto",
         "decode": "blocks",
         "compile": False,
         "check": True,
