@@ -358,13 +358,14 @@ def family_patterns(impls_by_op: dict[str, str]) -> dict[str, tuple[str, ...]]:
     return patterns
 
 
-def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
+def label(kernels: KernelsConfig, attn: AttnConfig, called: Sequence[str]) -> str:
     """Return a short name of the choice: `eager-sdpa`, `compile-flash.fa4`, `norm.triton+mlp.eager+loss.eager-sdpa`.
 
-    `gluon` is kernels=gluon, which has Triton for the ops that Gluon lacks. `+adamw.eager` is a backend of the
-    optimizer, unless it is the default.
+    `called` are the ops that the model calls. `gluon` is kernels=gluon, which has Triton for the ops that Gluon lacks.
+    `+adamw.eager` is a backend of the optimizer, unless it is the default.
     """
-    backends = {op: short_name(impl) for op, impl in impl_by_op(kernels, attn).items() if op in ops_with_a_choice()}
+    named = [op for op in ops_with_a_choice() if op in called]
+    backends = {op: short_name(impl) for op, impl in impl_by_op(kernels, attn, named).items()}
     name = preset_name(backends) or "+".join(f"{op}.{impl}" for op, impl in backends.items())
     if kernels.compile:
         name = "compile" if name == "eager" else f"{name}+compile"

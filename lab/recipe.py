@@ -8,7 +8,7 @@ import torch
 from kernels.registry import TRAINING_OPS, AttnConfig, KernelsConfig, impl_by_op
 from lab.bench.new_backends import check_new_backends
 from model.config import PRECISIONS, GPTConfig
-from model.executed import call_shapes, executed_kernels, slower_kernels
+from model.executed import call_shapes, called_ops, executed_kernels, slower_kernels
 from model.generate_config import GenerateConfig
 from model.gpt import GPT
 from model.optim import OptimConfig, Optimizer
@@ -48,8 +48,9 @@ class Recipe:
 
     @property
     def ops(self) -> list[str]:
-        """The ops of a training step. A model without RMSNorm does not call rms_norm, which is among them."""
-        return [op for op in TRAINING_OPS if op != "muon" or self.optim.name == "muon"]
+        """The ops of a training step with this model and this optimizer."""
+        called = called_ops(self.model, TRAINING_OPS)
+        return [op for op in called if op != "muon" or self.optim.name == "muon"]
 
     @property
     def chosen_kernels(self) -> dict[str, str | bool]:

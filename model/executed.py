@@ -1,5 +1,6 @@
 """Which backend computes each op of a model, at the shapes that the op has in the model."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -7,10 +8,11 @@ import torch
 from common.terminal import warn
 from kernels import fastest
 from kernels.compat import FakeTensorMode
-from kernels.names import KernelError
+from kernels.names import KernelError, config_key
 from kernels.registry import OPS, AttnConfig, KernelsConfig, contract, describe, impl_by_op, runs_in_fp8
 from kernels.speeds import find_slower
 from model.config import PRECISIONS, GPTConfig
+from runtime import command
 
 
 def call_shapes(
@@ -51,10 +53,25 @@ def call_shapes(
     return calls | {op: {**calls[op], "fp8": True} for op in in_fp8}
 
 
-def called_kernels(config: GPTConfig, kernels: KernelsConfig, precision: str) -> KernelsConfig:
+def called_ops(config: GPTConfig, ops: Sequence[str] = OPS) -> list[str]:
+    """Return `ops` without the ones in OPS that this model does not call. The optimizer's op and decode stay."""
+    called = call_shapes(config, KernelsConfig(), "fp32", (1, 1))
+    return [op for op in ops if op in called or op not in OPS]
+
+
+def called_kernels(config: GPTConfig, kernels: KernelsConfig) -> KernelsConfig:
     """Return `kernels` with eager for the ops that this model does not call: their backends need not run here."""
-    called = call_shapes(config, kernels, precision, (1, 1))
+    called = called_ops(config)
     return replace(kernels, **{op: "eager" for op in OPS if op not in called and op != "attention"})
+
+
+def warn_of_uncalled_ops(config: GPTConfig) -> None:
+    """Warn if the command line chooses the backend of an op that this model does not call."""
+    called = called_ops(config)
+    uncalled = {config_key(op): op for op in OPS if op not in called}
+    for word in command.arguments():
+        if op := uncalled.get(word.lstrip("+").partition("=")[0]):
+            warn(f"{word} has no effect, because this model does not call {op}; it calls {', '.join(called)}")
 
 
 def name_backends(config: GPTConfig, kernels: KernelsConfig, precision: str, device: torch.device) -> KernelsConfig:

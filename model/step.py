@@ -34,7 +34,7 @@ def load_ops(
     if kernels.compile and config.checkpointing in ("host", "chunks"):
         where = f"model.checkpointing={config.checkpointing}"
         raise Unavailable(f"kernels.compile=true cannot run with {where}: choose block, or no compile")
-    kernels = called_kernels(config, kernels, precision)
+    kernels = called_kernels(config, kernels)
     check_available(kernels, attn, device)  # for `auto`, this reads the tables
     named = name_backends(config, kernels, precision, device)
     return resolve(named, attn, device, [*config.attention_needs, *needs], in_fp8=precision == "fp8")

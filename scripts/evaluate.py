@@ -17,7 +17,7 @@ from lab.bench.new_backends import check_new_backends
 from lab.commands import command
 from model import cost, pretrained
 from model.config import PRECISIONS
-from model.executed import executed_kernels, slower_kernels
+from model.executed import called_kernels, called_ops, executed_kernels, slower_kernels, warn_of_uncalled_ops
 from model.step import build
 from runtime.config import check
 from runtime.console import model_header
@@ -57,10 +57,12 @@ def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     source = pretrained.read_pretrained(cfg.checkpoint)
     config = source.config
+    warn_of_uncalled_ops(config)
     if cfg.precision is None:
         cfg.precision = source.run_config.get("precision", "amp")
         cfg.kernels = replace(cfg.kernels, fp8=cfg.kernels.fp8 or source.run_config.get("kernels", {}).get("fp8"))
-    name = f"evaluate-{cost.parameters(config) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
+    choice = f"{label(cfg.kernels, cfg.attn, called_ops(config))}-{cfg.precision}"
+    name = f"evaluate-{cost.parameters(config) / 1e6:.0f}M-{choice}"
     text = evaluation.open_text(source, cfg.data, cfg.tokenizer, cfg.block_size, cfg.batch_size)
     documents = text.windows.eot is not None
     shape = text.batch_size, text.windows.block_size
@@ -70,7 +72,7 @@ def main(cfg: Config) -> None:
         Run(folder, name, cfg, Tracker(cfg.logger)) as run,
         explain_out_of_memory(name, "batch_size or block_size"),
     ):
-        run.row["checks"] = check_new_backends(cfg.kernels, cfg.attn, device)
+        run.row["checks"] = check_new_backends(called_kernels(config, cfg.kernels), cfg.attn, device)
         reset_peak_memory(device)
         groups = config, cfg.kernels, cfg.attn, cfg.precision
         model = build(*groups, device, weights=source, needs=["starts"] if documents else []).eval()

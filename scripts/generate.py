@@ -27,6 +27,7 @@ from lab.proof.receipt import receipt_lines
 from lab.sweep.launcher import SweepConfig, register_sweeps
 from model import cost
 from model.decoder import Decoder
+from model.executed import called_kernels, warn_of_uncalled_ops
 from model.generate import stream
 from runtime.command import command_line
 from runtime.config import UserError, check
@@ -76,6 +77,7 @@ class Config(GenerationKeys):
 def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     recipe = cfg.open_recipe()
+    warn_of_uncalled_ops(recipe.source.config)
     torch.compiler.reset()  # hydra/launcher=basic runs all jobs in this process, and Dynamo limits its compilations
     if cfg.is_conversation:
         with explain_out_of_memory(recipe.name, "max_new_tokens, or choose precision=bf16"):
@@ -122,7 +124,8 @@ def generate(
     # the row of a decoder that cannot run here needs these two
     run.row["kernels"] = recipe.chosen_kernels
     run.row["env"] = environment(device)
-    run.row["checks"] = check_new_backends(recipe.kernels, recipe.attn, device, GENERATION_OPS)
+    called = called_kernels(recipe.source.config, recipe.kernels)
+    run.row["checks"] = check_new_backends(called, recipe.attn, device, GENERATION_OPS)
     bandwidth = measured_bandwidth(device)
     reset_peak_memory(device)
     decoder = recipe.build_decoder(len(idx), idx.shape[1] + new_tokens, device)

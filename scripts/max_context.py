@@ -26,6 +26,7 @@ from lab.report.max_context_table import max_context_table
 from lab.rows import keep_rows, read_jsonl
 from model import cost
 from model.config import PRECISIONS, GPTConfig
+from model.executed import called_ops, warn_of_uncalled_ops
 from model.generate_config import GenerateConfig
 from model.optim import OptimConfig, rename_impl
 from model.parallel import check_context_divides
@@ -185,9 +186,11 @@ def main(cfg: Config) -> None:
         return
     if started_by_torchrun() and os.environ["RANK"] != "0":
         return  # the first process searches, and every attempt starts a process on each GPU
+    warn_of_uncalled_ops(cfg.model)
     modes = choose_modes(cfg.mode, cfg.attn, cfg.kernels.decode, cfg.precision)
     config = OmegaConf.to_container(OmegaConf.structured(cfg))
-    name = f"max-context-{cost.parameters(cfg.model) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
+    choice = f"{label(cfg.kernels, cfg.attn, called_ops(cfg.model))}-{cfg.precision}"
+    name = f"max-context-{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}"
     if cfg.parallel:
         name += f"-context{world_size()}"
     hydra = HydraConfig.get()

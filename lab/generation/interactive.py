@@ -14,6 +14,7 @@ from lab.generation.prompts import NEW_TOKENS, Prompt, check_room, encode_prompt
 from lab.generation.recipe import GenerationRecipe
 from lab.generation.writing import Arrival, end_line_at_error, read_stream, show
 from model.decoder import Decoder
+from model.executed import called_kernels
 from model.generate import stream
 from model.text import Text
 from runtime.config import UserError, check
@@ -35,7 +36,8 @@ def answer_prompts(recipe: GenerationRecipe, max_new_tokens: int | None, device:
     most = max_new_tokens or NEW_TOKENS
     is_rope = recipe.source.model["pos"] != "learned"
     capacity = ROPE_PROMPT + most if is_rope else recipe.source.model["block_size"]
-    check_new_backends(recipe.kernels, recipe.attn, device, GENERATION_OPS)
+    called = called_kernels(recipe.source.config, recipe.kernels)
+    check_new_backends(called, recipe.attn, device, GENERATION_OPS)
     decoder = recipe.build_decoder(1, capacity, device)
     row = {**recipe.kernel_facts(decoder, (1, 1), device), "env": environment(device)}
     row["config"] = {"precision": recipe.precision}

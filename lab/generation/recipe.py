@@ -14,7 +14,7 @@ from kernels.sampling import Sampling
 from model import cost, pretrained
 from model.config import PRECISIONS, GPTConfig
 from model.decoder import Decoder
-from model.executed import executed_kernels, slower_kernels
+from model.executed import called_kernels, called_ops, executed_kernels, slower_kernels
 from model.generate import check_sampling
 from model.generate_config import GenerateConfig
 from model.sources import Pretrained, random_source
@@ -42,7 +42,8 @@ class GenerationRecipe:
     def name(self) -> str:
         """For example 124M-eager-sdpa-blocks-bf16."""
         size = cost.parameters(self.source.config) / 1e6
-        return f"{size:.0f}M-{label(self.kernels, self.attn)}-{short_name(self.kernels.decode)}-{self.precision}"
+        choice = label(self.kernels, self.attn, called_ops(self.source.config))
+        return f"{size:.0f}M-{choice}-{short_name(self.kernels.decode)}-{self.precision}"
 
     @property
     def model_text(self) -> str:
@@ -56,8 +57,8 @@ class GenerationRecipe:
 
     @property
     def chosen_kernels(self) -> dict[str, str | bool]:
-        """op -> the backend that the config chooses."""
-        chosen = impl_by_op(self.kernels, self.attn, GENERATION_OPS)
+        """op -> the backend that the config chooses, for the ops of a generation with this model."""
+        chosen = impl_by_op(self.kernels, self.attn, called_ops(self.source.config, GENERATION_OPS))
         return chosen | {"compile": self.kernels.compile}
 
     @property

@@ -52,7 +52,7 @@ def takes_over(cfg: Any) -> bool:
     if is_worker():
         Witness.functions, Witness.settings = find_functions(), process_settings()
         return False
-    chosen = impl_by_op(called_kernels(cfg.model, cfg.kernels, cfg.precision), cfg.attn, Recipe.of(cfg).ops)
+    chosen = impl_by_op(called_kernels(cfg.model, cfg.kernels), cfg.attn, Recipe.of(cfg).ops)
     new = {op: impl for op, impl in chosen.items() if impl not in tracked_backends(op)}
     if not (cfg.proof and new):
         return False

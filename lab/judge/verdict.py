@@ -97,7 +97,7 @@ def training_text(run: dict) -> str:
     """Return what a run trained, such as "124M, bf16, 64 x 1024 tokens, triton, attention flash"."""
     config = run["config"]
     model = f"{model_size(run)}, {config['precision']}, {batch_cell(run)} tokens"
-    return f"{model}, {kernels_name(config['kernels'])}, attention {attention_name(config['attn'])}"
+    return f"{model}, {kernels_name(run)}, attention {attention_name(config['attn'])}"
 
 
 def benchmark_ratio(row: dict) -> str:

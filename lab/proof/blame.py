@@ -100,7 +100,7 @@ def swaps(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     """Yield (name, recipe): the run's, then one op at a time swapped to eager, then all of them."""
     recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
     yield "as in the run", recipe
-    called = called_kernels(recipe.model, recipe.kernels, recipe.precision)
+    called = called_kernels(recipe.model, recipe.kernels)
     names = {op: impl for op, impl in impl_by_op(called, recipe.attn).items() if impl != "eager"}
     for op in names:
         yield f"{config_key(op)}=eager", with_eager(recipe, op)

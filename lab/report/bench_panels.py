@@ -55,7 +55,7 @@ def context_figure(searches: list[dict], colours: dict[str, str]) -> Figure | No
     for mode, (name, symbol, side) in MODES.items():
         points = []
         for row in (row for row in searches if row.get(f"context/max_{mode}")):
-            length, choice, settings = row[f"context/max_{mode}"], choice_name(row["config"]), search_text(row)
+            length, choice, settings = row[f"context/max_{mode}"], choice_name(row), search_text(row)
             lines, precision = [f"{length:,} tokens, {name}", choice, settings], row["config"]["precision"]
             origin = make_origin(lines, rerun_command(row), model_size(row), precision)
             label = "\n".join([*wrap(choice, 80), *wrap(settings, 26)])

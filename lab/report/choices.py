@@ -29,7 +29,7 @@ class Choice:
     @property
     def name(self) -> str:
         """The kernels and the attention, or the decoder: "triton, mlp eager + compile · flash", "decode int8"."""
-        return choice_name(self.row.get("config", {})) or self.row.get("name", "a row without a name")
+        return choice_name(self.row) or self.row.get("name", "a row without a name")
 
     @property
     def title(self) -> str:
@@ -137,7 +137,7 @@ def identifying_settings(choice: Choice) -> dict[str, str]:
         settings["batch"] = f"batch {compare.sequences(row)}"
         settings["prompt"] = f"prompt {prompt_tokens(row):,}"
         settings["new tokens"] = f"{config['max_new_tokens']} new tokens"
-        settings["prefill"] = prefill_name(config)
+        settings["prefill"] = prefill_name(row)
     elif config:
         train, gpus = config.get("train", {}), row.get("world_size", 1)
         settings["batch"] = f"{train.get('batch_size')} x {train.get('block_size')}"

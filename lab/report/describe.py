@@ -35,9 +35,14 @@ def prompt_tokens(row: dict) -> int:
     return row.get("gen/prompt_tokens") or row["config"].get("prompt_tokens") or 0
 
 
-def backends_of(kernels: dict) -> dict[str, str]:
-    """Return op -> backend for the ops that name a choice, from a row's config.kernels. An old row may lack an op."""
-    return {op: kernels[op] for op in NAMED_OPS if op in kernels}
+def backends_of(row: dict) -> dict[str, str]:
+    """Return op -> backend for the ops that name a choice and that the run called. An old row may lack an op.
+
+    If the row says of none of them that it ran, they are all there: the run ended before it knew its model.
+    """
+    kernels = row["config"]["kernels"]
+    chosen = {op: kernels[op] for op in NAMED_OPS if op in kernels}
+    return {op: impl for op, impl in chosen.items() if op in row.get("kernels", ())} or chosen
 
 
 def kernels_cell(row: dict) -> str:
@@ -46,7 +51,7 @@ def kernels_cell(row: dict) -> str:
     With train.cuda_graph=false the name ends with "no CUDA graph". Other runs capture their steps where it is possible.
     """
     kernels, train = row["config"]["kernels"], row["config"].get("train", {})
-    backends = backends_of(kernels)
+    backends = backends_of(row)
     names = preset_name(backends) or "+".join(sorted(set(backends.values())))
     if kernels["compile"]:
         names = "compile" if names == "eager" else f"{names}+compile"
@@ -91,29 +96,30 @@ def cache_and_draft(config: dict) -> list[str]:
     return choices
 
 
-def choice_name(config: dict) -> str:
-    """Return a name such as "triton, mlp eager + compile · flash"; empty for a config without kernels.
+def choice_name(row: dict) -> str:
+    """Return a name such as "triton, mlp eager + compile · flash"; empty for a row whose config has no kernels.
 
     A decoder other than blocks runs none of these kernels, so the name is the decoder's: "decode int8".
     """
+    config = row.get("config", {})
     if not {"kernels", "attn"} <= config.keys():
         return ""
     if decoder(config):
         return ", ".join([f"decode {decoder(config)}", *cache_and_draft(config)])
-    kernels = ", ".join([kernels_name(config["kernels"]), *cache_and_draft(config)])
+    kernels = ", ".join([kernels_name(row), *cache_and_draft(config)])
     return f"{kernels} · {attention_name(config['attn'])}"
 
 
-def prefill_name(config: dict) -> str:
+def prefill_name(row: dict) -> str:
     """Return the kernels and attention of the prefill if the decoder is not blocks; otherwise ""."""
-    if not decoder(config):
+    if not decoder(row["config"]):
         return ""
-    return f"prefill {kernels_name(config['kernels'])} · {attention_name(config['attn'])}"
+    return f"prefill {kernels_name(row)} · {attention_name(row['config']['attn'])}"
 
 
-def kernels_name(kernels: dict) -> str:
-    """Return a name such as "triton, mlp eager + compile" for a row's config.kernels."""
-    backends = backends_of(kernels)
+def kernels_name(row: dict) -> str:
+    """Return a name such as "triton, mlp eager + compile"."""
+    kernels, backends = row["config"]["kernels"], backends_of(row)
     name = preset_name(backends)
     if name is None:
         [(usual, _)] = Counter(backends.values()).most_common(1)

@@ -89,7 +89,7 @@ def render_page(source: ReportSource) -> str:
     from plotly.offline import get_plotlyjs
 
     names = [choice.name for choice in source.all_choices]
-    names += [choice_name(row["config"]) for row in source.searches]
+    names += [choice_name(row) for row in source.searches]
     backends = [row["impl"] for kind in ("kernels", "attention") for row in source.benchmarks[kind]]
     colours = choice_colours(names, backends)
     panels = [*choice_panels(source, colours), *benchmark_panels(source, colours)]

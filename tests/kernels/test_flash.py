@@ -13,7 +13,7 @@ import torch
 
 from kernels import attention as contract
 from kernels.attention import _flash, flash
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, describe, label, load, resolve
+from kernels.registry import OPS, AttnConfig, KernelError, KernelsConfig, Unavailable, describe, label, load, resolve
 from tests.kernels.flash_packages import STAND_INS
 from tests.kernels.test_backends import assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
@@ -255,7 +255,7 @@ def test_attn_version_pins_a_version(stand_in, capability, monkeypatch):
     with pytest.raises(KernelError, match=r"^attn.version=fa4: attn=sdpa has no versions$"):
         AttnConfig("sdpa", "fa4")
     plain = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False)
-    assert label(plain, AttnConfig("flash", "fa4")) == "eager-flash.fa4"
+    assert label(plain, AttnConfig("flash", "fa4"), OPS) == "eager-flash.fa4"
     stand_in("torch")
     function = resolve(plain, AttnConfig("flash", "torch"), GPU, ["lengths", "window", "starts"]).attention
     monkeypatch.setattr(flash, "choose_version", lambda version, q: version)

@@ -6,6 +6,7 @@ import torch
 from kernels import lookup, names, registry
 from kernels import norm as norm_contract
 from kernels.gpu import triton_unavailable
+from kernels.names import OPS, preset
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, describe, impls, label, load, resolve
 
 CPU = torch.device("cpu")
@@ -107,8 +108,12 @@ def test_describe_names_the_backend_that_sdpa_chooses():
 
 def test_labels_of_choices():
     sdpa = AttnConfig("sdpa")
-    assert label(KernelsConfig(), sdpa) == "eager-sdpa"
-    assert label(KernelsConfig(compile=True), sdpa) == "compile-sdpa"
+    assert label(KernelsConfig(), sdpa, OPS) == "eager-sdpa"
+    assert label(KernelsConfig(compile=True), sdpa, OPS) == "compile-sdpa"
+    assert label(KernelsConfig(norm="triton"), sdpa, ["mlp", "norm"]) == "norm.triton+mlp.eager-sdpa"
+    for op in (op for op in OPS if op != "attention"):  # the model does not call it, so the rest is a preset
+        kernels = KernelsConfig(**preset("triton") | {op: "eager"})
+        assert label(kernels, sdpa, [name for name in OPS if name != op]) == "triton-sdpa"
 
 
 def test_resolve_stops_inductor_from_formatting_all_arguments():

@@ -59,8 +59,8 @@ def test_a_run_names_gluon_where_triton_ran_it():
 def test_a_run_of_kernels_triton_that_ran_gluon_is_shown_as_gluon():
     config = {**TRAINING["config"], "kernels": {**TRAINING["config"]["kernels"], "mlp": "triton"}}
     row = {**TRAINING, "config": config, "kernels": {**TRAINING["kernels"], "mlp": IN_GLUON}}
-    assert choice_name(rename_gluon(row)[0]["config"]) == "gluon · gluon"
-    assert choice_name(config) == "triton · triton"
+    assert choice_name(rename_gluon(row)[0]) == "gluon · gluon"
+    assert choice_name({"config": config}) == "triton · triton"
 
 
 @pytest.mark.parametrize(

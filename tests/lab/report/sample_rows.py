@@ -37,6 +37,13 @@ def make_config(kernels="eager", attn="sdpa", precision="amp", **model) -> dict:
     }
 
 
+def executed(kernels: str, attn: str) -> dict[str, str | bool]:
+    """Return what a row says about the kernels that ran."""
+    chosen = make_config(kernels, attn)["kernels"]
+    ran = {op: f"{impl} (torch 2.11.0+cu130)" for op, impl in (chosen | {"attention": attn}).items() if op != "compile"}
+    return ran | {"compile": chosen["compile"]}
+
+
 def make_row(kernels="eager", attn="sdpa", precision="amp", scale=1.0, parameters=124_475_904, seed=0, **model) -> dict:
     """Return the row of a training run with all of its keys. `scale` multiplies the times of SPEEDS."""
     ms, peak, first_step, family_ms = SPEEDS[kernels, attn]
@@ -55,11 +62,7 @@ def make_row(kernels="eager", attn="sdpa", precision="amp", scale=1.0, parameter
         "status": "ok",
         "command": f"{COMMAND} {kernels_words} attn={attn} precision={precision} out_dir=out/x/1",
         "config": make_config(kernels, attn, precision, **model),
-        "kernels": {
-            "norm": "eager (torch 2.11.0+cu130)",
-            "attention": f"{attn} (torch 2.11.0+cu130)",
-            "compile": False,
-        },
+        "kernels": executed(kernels, attn),
         "env": ENV,
         "parameters": parameters,
         "world_size": 1,
@@ -130,7 +133,7 @@ def make_generation_row(
             "kernels": training["kernels"] | {"decode": decode},
             "model": training["model"],
         },
-        "kernels": {"norm": "eager", "attention": f"{attn} (torch 2.11.0+cu130)", "decode": decode, "compile": False},
+        "kernels": executed(kernels, attn) | {"decode": decode},
         "env": ENV,
         "gen/decode_tokens_per_sec": rates[3],
         "gen/decode_tokens_per_sec/p20": rates[1],
@@ -168,7 +171,7 @@ def make_context_row(kernels, attn, longest, generated, **model) -> dict:
         "status": "ok",
         "command": f"python -m scripts.max_context kernels={kernels} attn={attn}",
         "config": make_config(kernels, attn, "bf16", **model) | {"probe": None},
-        "kernels": {"attention": attn},
+        "kernels": executed(kernels, attn),
         "env": ENV,
         "parameters": 124_475_904,
         "memory_gib": 139.8,

@@ -5,7 +5,7 @@ import pytest
 from lab import rows as lab_rows
 from lab.report.choice_table import report_tables
 from lab.report.colours import choice_colours
-from lab.report.describe import choice_name, prefill_name
+from lab.report.describe import choice_key, choice_name, kernels_cell, prefill_name
 from lab.report.page import render_page
 from lab.report.panels import choice_panels
 from lab.report.plot import plotly
@@ -39,7 +39,7 @@ def old_row(kernels, attn, tokens_per_sec):
 
 def test_a_decoder_has_a_name_of_its_own_and_blocks_have_the_names_of_their_kernels():
     names = {
-        choice_name(make_generation_row(**settings)["config"]): prefill_name(make_generation_row(**settings)["config"])
+        choice_name(make_generation_row(**settings)): prefill_name(make_generation_row(**settings))
         for settings in (
             {},
             {"kv": "fp8", "speculate": "ngram"},
@@ -53,14 +53,29 @@ def test_a_decoder_has_a_name_of_its_own_and_blocks_have_the_names_of_their_kern
         "decode int8": "prefill triton · flash",
         "decode int8, fp8 cache": "prefill eager · sdpa",
     }
-    assert choice_name(old_row("compile", "triton", 2131.0)["config"]) == "compile · triton"
-    training = make_row("triton", "flash")["config"]
-    assert choice_name(training | {"kernels": training["kernels"] | {"decode": "int8"}}) == "triton · flash"
-    in_fp8 = training | {"kernels": training["kernels"] | {"fp8": ["mlp", "loss"]}}
-    assert choice_name(in_fp8) == "triton, fp8 in mlp and loss · flash"
+    assert choice_name(old_row("compile", "triton", 2131.0)) == "compile · triton"
+    assert choice_name(choosing(decode="int8")) == "triton · flash"
+    assert choice_name(choosing(fp8=["mlp", "loss"])) == "triton, fp8 in mlp and loss · flash"
     for adamw, note in (("auto", ""), ("eager", ", adamw eager")):
-        config = training | {"kernels": training["kernels"] | {"adamw": adamw}}
-        assert choice_name(config) == f"triton{note} · flash"
+        assert choice_name(choosing(adamw=adamw)) == f"triton{note} · flash"
+
+
+def choosing(**kernels):
+    """Return a row of training with kernels=triton attn=flash and these choices."""
+    row = make_row("triton", "flash")
+    row["config"]["kernels"] |= kernels
+    return row
+
+
+def test_a_choice_names_only_ops_that_ran():
+    """GPT-2 calls norm, and a model with RMSNorm calls rms_norm. config.kernels has a backend of each."""
+    gpt2 = choosing(rms_norm="liger")
+    assert (choice_name(gpt2), kernels_cell(gpt2), choice_key(gpt2)[0]) == ("triton · flash", "triton", "triton")
+    llama = choosing(norm="eager", rms_norm="liger")
+    llama["kernels"]["rms_norm"] = llama["kernels"].pop("norm")
+    assert (choice_name(llama), kernels_cell(llama)) == ("triton, rms_norm liger · flash", "liger+triton")
+    ended_early = {"config": gpt2["config"]}
+    assert choice_name(ended_early) == "triton, rms_norm liger · flash"  # nobody knows its model
 
 
 def test_generations_are_compared_at_their_batch_and_prompt(tmp_path):
