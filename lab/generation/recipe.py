@@ -14,7 +14,7 @@ from kernels.sampling import Sampling
 from model import cost, pretrained
 from model.config import PRECISIONS, GPTConfig
 from model.decoder import Decoder
-from model.executed import called_kernels, called_ops, executed_kernels, slower_kernels
+from model.executed import called_ops, executed_kernels, slower_kernels
 from model.generate import check_sampling
 from model.generate_config import GenerateConfig
 from model.sources import Pretrained, random_source

@@ -10,9 +10,11 @@ import itertools
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
@@ -20,11 +22,13 @@ from hydra.plugins import launcher, sweeper
 from omegaconf import DictConfig, OmegaConf
 
 from common.terminal import override, printable, shell_command
+from kernels.names import OPS, config_key
 from lab.sweep.jobs import SweepJob, gpu_slots, plan_jobs, run_jobs
 from lab.sweep.table import sweep_table
+from model.executed import called_ops
 from runtime import compat
 from runtime.command import as_typed, config_flags, program
-from runtime.config import check, parse
+from runtime.config import UserError, check, parse
 from runtime.ranks import world_size
 from runtime.row import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
@@ -57,7 +61,8 @@ class Sweeper(sweeper.Sweeper):
     """Runs every combination of the values in `params` and on the command line, as Hydra's basic sweeper does.
 
     For each element of `ablations`, an override or a list of overrides, it runs these combinations again with these
-    overrides. Equal jobs run once.
+    overrides. A job does not choose the backend of an op that its model does not call, unless `arguments` of the
+    command line do. Equal jobs run once.
     """
 
     __module__ = "hydra_plugins.hotswap"  # runtime.compat.register_hydra_plugins() puts it there
@@ -67,7 +72,7 @@ class Sweeper(sweeper.Sweeper):
         self.ablations = [[ablation] if isinstance(ablation, str) else ablation for ablation in ablations]
 
     def setup(self, *, hydra_context, task_function, config: DictConfig) -> None:
-        self.hydra_context, self.config = hydra_context, config
+        self.hydra_context, self.task, self.config = hydra_context, task_function, config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -81,7 +86,35 @@ class Sweeper(sweeper.Sweeper):
         products = [self.product(words), *(self.product([*words, *ablation]) for ablation in self.ablations)]
         jobs = [list(job) for job in dict.fromkeys(itertools.chain(*products))]
         self.validate_batch_is_legal(jobs)
+        if self.ablations:
+            jobs = self.drop_uncalled_ops(jobs, arguments)
         return list(self.launcher.launch(jobs, initial_job_idx=0))
+
+    def drop_uncalled_ops(self, jobs: list[list[str]], arguments: list[str]) -> list[list[str]]:
+        """Return the jobs without backends of ops that their models do not call, but with the user's `arguments`."""
+        uncalled: dict[tuple[str, ...], set[str]] = {}  # the other words of a job -> the keys to drop
+        unique: dict[tuple[str, ...], list[str]] = {}
+        for job in jobs:
+            others = tuple(word for word in job if not word.startswith("kernels."))
+            if others not in uncalled:
+                uncalled[others] = self.uncalled_keys(others)
+            effective = tuple(word for word in job if word.partition("=")[0] not in uncalled[others])
+            unique.setdefault(effective, [word for word in job if word in effective or word in arguments])
+        return list(unique.values())
+
+    def uncalled_keys(self, words: Sequence[str]) -> set[str]:
+        """Return the config keys of the ops that the model of this job does not call; none if the model is unknown."""
+        composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(words))
+        before = HydraConfig.instance().cfg
+        HydraConfig.instance().set_config(composed)  # with init_from, the words of the job decide its model
+        try:
+            composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+            model = getattr(parse(composed, self.task.schema, self.task.complete), "model", None)
+        except (UserError, *self.task.errors):  # the job will say so in its row
+            return set()
+        finally:
+            HydraConfig.instance().cfg = before
+        return {config_key(op) for op in OPS if op not in called_ops(model)} if model else set()
 
     def product(self, words: list[str]) -> itertools.product:
         """Return every combination of the overrides' values. If a key is repeated, its last override counts."""

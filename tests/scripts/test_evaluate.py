@@ -36,13 +36,15 @@ def evaluate(called, monkeypatch, tmp_path):
 
 def test_a_new_kernel_is_checked_before_the_evaluation(evaluate, monkeypatch, hf_model):
     def refuse(kernels, attn, device):
-        assert (kernels.norm, attn.impl, device) == ("eager", "math", CPU)
+        assert (kernels.rms_norm, attn.impl, device) == ("eager", "math", CPU)  # GPT-2 does not call rms_norm
         raise WrongKernel("mine.py is wrong")
 
     monkeypatch.setattr(script, "check_new_backends", refuse)
     Path("run").mkdir()
-    code, _, err = evaluate(*TEXT, "attn=math", "out_dir=run")
-    assert (code, err) == (1, "error: mine.py is wrong\n")
+    code, _, err = evaluate(*TEXT, "attn=math", "kernels.rms_norm=triton", "out_dir=run")
+    warning, error = err.splitlines()
+    assert (code, error) == (1, "error: mine.py is wrong")
+    assert warning.startswith("warning: kernels.rms_norm=triton has no effect, ")
     assert json.loads(Path("run/result.json").read_text())["status"] == "wrong: mine.py is wrong"
 
 

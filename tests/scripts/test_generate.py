@@ -233,13 +233,15 @@ def test_the_row_of_a_decoder_that_cannot_run_here_can_be_collected(command, mon
 
 def test_a_new_kernel_is_checked_before_the_generation(command, monkeypatch):
     def refuse(kernels, attn, device, ops):
-        assert (kernels.norm, attn.impl, ops) == ("eager", "math", GENERATION_OPS)
+        assert (kernels.rms_norm, attn.impl, ops) == ("eager", "math", GENERATION_OPS)  # GPT-2 does not call rms_norm
         raise WrongKernel("mine.py is wrong")
 
     monkeypatch.setattr(script, "check_new_backends", refuse)
     Path("run").mkdir()
-    code, out, err = command("prompt=a", "attn=math", "out_dir=run")
-    assert (code, out, err) == (1, "", "error: mine.py is wrong\n")
+    code, out, err = command("prompt=a", "attn=math", "kernels.rms_norm=triton", "out_dir=run")
+    warning, error = err.splitlines()
+    assert (code, out, error) == (1, "", "error: mine.py is wrong")
+    assert warning.startswith("warning: kernels.rms_norm=triton has no effect, ")
     assert row()["status"] == "wrong: mine.py is wrong"
 
 

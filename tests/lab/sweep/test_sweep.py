@@ -18,8 +18,9 @@ import torch
 import yaml
 
 import train
-from kernels.registry import OPS, impl_by_op, impls
+from kernels.registry import impl_by_op, impls
 from lab.sweep import jobs, launcher
+from model.executed import called_ops
 from runtime.config import UserError
 from runtime.row import lock_folder
 from tests.test_train import QUICK, ROOT, config
@@ -320,6 +321,25 @@ def test_a_sweep_that_cannot_start_prints_one_line(sweep):
     assert read_rows() == before
 
 
+def test_an_ablation_swaps_only_ops_that_the_model_calls(hotswap):
+    """A backend of another op would make a job that changes nothing. The user's own words stay."""
+    Path("train.py").write_text(FAKE_TRAIN.replace('int(words["seed"])', "1"))
+    for number, words in enumerate((["model.norm=rmsnorm", "kernels.norm=auto"], ["model.norm=layernorm"])):
+        ablations = 'hydra.sweeper.ablations=["kernels.norm=eager,triton","kernels.rms_norm=eager,triton"]'
+        code, _, err = hotswap("-m", *words, "model=tiny", ablations, f"out_dir=sweep{number}")
+        assert (code, err) == (0, "")
+    jobs = [shlex.split(row["command"])[2:] for folder in ("sweep0", "sweep1") for row in read_rows(folder).values()]
+    swapped = [[word for word in job if word.startswith("kernels.")] for job in jobs]
+    assert swapped == [
+        ["kernels.norm=auto"],
+        ["kernels.norm=auto", "kernels.rms_norm=eager"],
+        ["kernels.norm=auto", "kernels.rms_norm=triton"],
+        [],
+        ["kernels.norm=eager"],
+        ["kernels.norm=triton"],
+    ]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["ablation", "attention", "batch", "kernels"])
 def test_sweeps_of_the_repo_have_jobs_that_compose(hotswap, name):
@@ -338,7 +358,8 @@ def test_sweeps_of_the_repo_have_jobs_that_compose(hotswap, name):
         assert [cfg.attn.impl for cfg in composed] == ["sdpa", *(impl for impl in impls("attention") if impl != "sdpa")]
     if name == "ablation":
         swaps = [{(op, impl) for op, impl in choice.items() if impl != choices[0][op]} for choice in choices]
-        ops = [*(op for op in OPS if op != "attention"), "attention"]
+        called = called_ops(composed[0].model)
+        ops = [*(op for op in called if op != "attention"), "attention"]
         backends = [{(op, impl)} for op in ops for impl in impls(op)]
         assert swaps == [set(), *(backend for backend in backends if not backend <= set(choices[0].items()))]
 
