@@ -88,10 +88,17 @@ def name_backends(config: GPTConfig, kernels: KernelsConfig, precision: str, dev
             width = config.n_head * config.head_size
             calls.append(arguments | {"shape": (1, 1, width), "out": config.n_embd})
         with FakeTensorMode():
-            inputs = [contract(op).inputs(**call, dtype=dtype, device=device).values() for call in calls]
-        chosen = {fastest.choose(op, *tensors, fp8=fp8)[0] for tensors in inputs}
-        # with one width of x the fastest is the same, and a second name means that it refuses one
-        names[op] = chosen.pop() if len(chosen) == 1 else "eager"
+            inputs = [[*contract(op).inputs(**call, dtype=dtype, device=device).values()] for call in calls]
+        # the first that takes all calls: q, k and v have at least half of the FLOPs
+        chosen = [fastest.choose(op, *tensors, fp8=fp8) for tensors in inputs]
+        names[op] = next(
+            (
+                impl
+                for impl, module in chosen
+                if not any(fastest.refuses(module, *tensors, fp8=fp8) for tensors in inputs)
+            ),
+            "eager",
+        )
     return replace(kernels, **names)
 
 

@@ -236,6 +236,19 @@ def test_linear_is_a_backend_that_takes_both_projections(tables, triton_here, mo
     assert describe("linear", "auto", shape=(3, 64), out=64, **FLOAT).startswith("auto (triton: ")
 
 
+def test_projections_of_two_widths_take_the_first_backend_that_takes_both(tables, triton_here, monkeypatch):
+    """With head_dim, x of the output projection is not n_embd wide, and the table may name another backend for it."""
+    write_table(table_paths(CPU)[0], {"linear float32": {"parameters": {"64": "triton", "128": "eager"}}})
+    groups = replace(TINY, head_dim=2 * TINY.n_embd // TINY.n_head), KernelsConfig(linear="auto"), AttnConfig("sdpa")
+    for refused, impl in ((None, "triton"), (128, "eager")):
+
+        def refusal(x, weight, *rest, fp8=False, refused=refused):
+            return "no such weight" if weight.shape[1] == refused else None
+
+        monkeypatch.setattr(backend("linear", "triton"), "refusal", refusal, raising=False)
+        assert load_ops(*groups, "fp32", CPU).linear.__module__ == f"kernels.linear.{impl}"
+
+
 def test_a_dtype_without_a_measurement_is_refused_before_the_model_is_built(filled_ops, hotswap, monkeypatch):
     """The line has the command that measures it. The table has fp32 alone."""
     monkeypatch.setattr("model.step.GPT", None)
