@@ -45,7 +45,7 @@ def check_exportable(source: Pretrained, format: str) -> None:
         f"the MLP {config.mlp}": config.mlp != "gelu",
         "an MLP of another width (hidden)": config.mlp == "gelu" and config.hidden_size != 4 * config.n_embd,
         "a head of its own (tie_embeddings)": not config.tie_embeddings,
-        "another epsilon in its norms (norm_eps)": config.norm_eps != EPS,
+        "another epsilon in its norms (norm_eps)": config.norm_eps != EPS and format == "nanogpt",
     }
     names = " and ".join(name for name, present in extras.items() if present)
     check(not names, f"{source.name} has {names}, which {format}'s GPT-2 lacks: it cannot be exported")
@@ -112,6 +112,7 @@ def to_hugging_face(source: Pretrained) -> tuple[dict, dict[str, Tensor]]:
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32", **COMPUTED}
     config |= {key: m[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
     config |= {"n_positions": m["block_size"], "n_ctx": m["block_size"], "n_inner": None, "tie_word_embeddings": True}
+    config |= {"layer_norm_epsilon": source.config.norm_eps}
     config |= {"bos_token_id": eot, "eos_token_id": eot}
     # Hugging Face's model always has biases, so a model without biases gets zeros
     shapes = tensor_shapes(source._replace(model={**m, "bias": True}))

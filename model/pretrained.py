@@ -24,7 +24,9 @@ from model.vocabulary import take_vocabulary
 from runtime.config import check, command_line_values, value_text
 from runtime.resume import checkpoint_model_config
 
-MAY_DIFFER = (*TRAINING, "window")  # fields of GPTConfig on which no weight depends
+# Fields of GPTConfig on which no weight depends. With another rope_theta the same weights read longer contexts
+# (arXiv:2309.16039, section 2)
+MAY_DIFFER = (*TRAINING, "window", "rope_theta")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # a buffer in old files
 
@@ -46,8 +48,9 @@ def read_shape(source: str) -> Pretrained:
 
 
 def fit_config(pretrained: Pretrained, asked: dict) -> dict:
-    """Return the fields of GPTConfig for a model that starts from `pretrained`. `asked` are the user's fields.
+    """Return the fields of GPTConfig for a model that starts from `pretrained`, without TRAINING unless asked for.
 
+    `asked` are the user's fields. All others are the source's, so that no choice of a group or experiment leaks in.
     The position table may become shorter; a rope model has no table. The fields of MAY_DIFFER may have any value.
     Raises UserError if another field differs.
     """
@@ -62,7 +65,8 @@ def fit_config(pretrained: Pretrained, asked: dict) -> dict:
             )
         elif key not in MAY_DIFFER:
             check(value == have, f"model.{key}={value}, but {pretrained.name} has {have}: leave model.{key} out")
-    return {**pretrained.model, **{key: asked[key] for key in asked if key in ("block_size", *MAY_DIFFER)}}
+    theirs = {key: value for key, value in fields.items() if key not in TRAINING}
+    return {**theirs, **{key: asked[key] for key in asked if key in ("block_size", *MAY_DIFFER)}}
 
 
 def take_model_config(cfg: DictConfig) -> None:

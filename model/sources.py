@@ -17,7 +17,7 @@ from torch import Tensor
 from common.files import check_regular, open_regular
 from common.terminal import one_line
 from data.hub import HUB_NAME
-from model.config import PRECISIONS, GPTConfig
+from model.config import EPS, PRECISIONS, GPTConfig
 from model.download import CONFIG, WEIGHTS, hub_folder, read_json, weight_files
 from model.vocabulary import guess_tokenizer
 from runtime import checkpoint
@@ -29,7 +29,6 @@ TRAINING = ("dropout", "checkpointing", "keep_attention")  # fields of GPTConfig
 CONV1D = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")  # Hugging Face stores these transposed
 COMPUTED = {  # key of Hugging Face's config.json -> its default, the only value that model/gpt.py computes
     "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
@@ -137,7 +136,7 @@ def open_nanogpt_checkpoint(path: Path, name: str) -> tuple[Pretrained, ReadWeig
     arguments = contents["model_args"]
     unknown = [value_text(key) for key in arguments if key not in {*SIZES, "bias", "dropout"}]
     check(not unknown, f"{path} is of a changed nanoGPT: its model_args have {', '.join(sorted(unknown)[:5])}")
-    model = {**read_sizes(arguments, dict(zip(SIZES, SIZES, strict=True)), name), "pos": "learned"}
+    model = {**read_sizes(arguments, dict(zip(SIZES, SIZES, strict=True)), name), "pos": "learned", "norm_eps": EPS}
     model["bias"] = arguments.get("bias", True)  # the first versions of nanoGPT always have biases
     config = contents.get("config") or {}
     check(isinstance(config, dict), f"{path} is not nanoGPT's ckpt.pt: its config is {value_text(config)}")
@@ -155,6 +154,8 @@ def open_hugging_face(name: str, find_folder: Callable[[bool], Path]) -> tuple[P
     check(kind == "gpt2", f"{name} is another architecture: its model_type is {text}, and only gpt2 can be read")
     their_names = {**dict(zip(SIZES, SIZES, strict=True)), "block_size": "n_positions"}
     model = {**read_sizes(config, their_names, name), "pos": "learned", "bias": True}
+    eps = config.get("layer_norm_epsilon")
+    model["norm_eps"] = EPS if eps is None else eps
     for key, computed in {**COMPUTED, "n_inner": 4 * model["n_embd"]}.items():
         value = config.get(key)
         text = f"{name} has {key}={value_text(value)}, and only {key}={value_text(computed)} is computed here"

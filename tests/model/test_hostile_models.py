@@ -158,7 +158,7 @@ def folder(tmp_path):
     return path
 
 
-CONFIG_KEYS = [*HF_CONFIG, *export.COMPUTED, "n_inner", "tie_word_embeddings"]
+CONFIG_KEYS = [*HF_CONFIG, *export.COMPUTED, "layer_norm_epsilon", "n_inner", "tie_word_embeddings"]
 
 
 @pytest.mark.parametrize("key", CONFIG_KEYS)

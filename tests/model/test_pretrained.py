@@ -16,6 +16,7 @@ from model import pretrained
 from model.gpt import GPT
 from model.optim import OptimConfig, learning_rate
 from model.pretrained import fit_config, load_weights, read_pretrained, read_shape, tokenizer_of
+from model.sources import TRAINING
 from runtime.config import UserError
 from runtime.ranks import Ranks
 from runtime.saver import Checkpoints
@@ -23,7 +24,7 @@ from tests.model.test_gpt import SMALL, gpt, hugging_face, ops
 
 ROOT = Path(__file__).parents[2]
 # fields that other formats lack
-OURS = "dropout", "n_kv_head", "window", "checkpointing", "keep_attention", "norm", "norm_eps", "head_dim", "rope_theta"
+OURS = "dropout", "n_kv_head", "window", "checkpointing", "keep_attention", "norm", "head_dim", "rope_theta"
 MODEL = {key: value for key, value in asdict(SMALL).items() if key not in OURS}
 IDX = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")
@@ -181,18 +182,18 @@ def test_weights_load_into_a_bf16_model(folder):
 
 def test_fit_config():
     found = pretrained.Pretrained(MODEL, {}, None, "theirs")
-    assert fit_config(found, {}) == MODEL
-    assert fit_config(found, {"block_size": 8, "n_head": 3, "dropout": 0.5}) == {
-        **MODEL,
-        "block_size": 8,
-        "dropout": 0.5,
-    }
+    everything = {key: value for key, value in asdict(SMALL).items() if key not in TRAINING}
+    assert fit_config(found, {}) == everything  # so that nothing of model=NAME stays
+    asked = {"block_size": 8, "n_head": 3, "dropout": 0.5, "rope_theta": 5e5}
+    assert fit_config(found, asked) == {**everything, **asked}
     with pytest.raises(UserError, match=r"model.block_size=25 is more than the 24 positions of theirs"):
         fit_config(found, {"block_size": 25})
     with pytest.raises(UserError, match=r"model.vocab_size=128, but theirs has 97: leave model.vocab_size out"):
         fit_config(found, {"vocab_size": 128})
     rope = found._replace(model={**MODEL, "pos": "rope"})
-    assert fit_config(rope, {"block_size": 4096}) == {**MODEL, "pos": "rope", "block_size": 4096}
+    assert fit_config(rope, {"block_size": 4096}) == {**everything, "pos": "rope", "block_size": 4096}
+    with pytest.raises(UserError, match=r"model.norm_eps=0.001, but theirs has 1e-05: leave model.norm_eps out"):
+        fit_config(found, {"norm_eps": 1e-3})
 
 
 def test_finetuning_is_a_config():
@@ -213,7 +214,8 @@ def test_finetuning_is_a_config():
         ({"activation_function": "gelu"}, "activation_function=gelu, and only activation_function=gelu_new is comp"),
         ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx=True"),
         ({"scale_attn_weights": False}, "has scale_attn_weights=False"),
-        ({"layer_norm_epsilon": 1e-6}, "has layer_norm_epsilon=1e-06"),
+        ({"layer_norm_epsilon": 2.0}, r"model.norm_eps=2.0: it must be in \(0, 1\)"),
+        ({"layer_norm_epsilon": "small"}, "model.norm_eps=small: its type must be float"),
         ({"add_cross_attention": True}, "has add_cross_attention=True"),
         ({"n_inner": 96}, "has n_inner=96, and only n_inner=192 is computed here"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=false and no lm_head.weight: its head is missing"),

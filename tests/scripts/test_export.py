@@ -112,9 +112,17 @@ def umask():
     return value
 
 
-def test_a_file_of_transformers_has_the_same_tensors_when_it_is_exported_again(command):
-    """The names and the shared keys of config.json are the same too."""
-    hugging_face(gpt()).save_pretrained("original")
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+def test_a_file_of_transformers_has_the_same_tensors_when_it_is_exported_again(command, eps):
+    """The names and the shared keys of config.json are the same too, and the logits are transformers'."""
+    config = replace(SMALL, norm_eps=eps)
+    theirs = hugging_face(gpt(config))
+    theirs.save_pretrained("original")
+    source = read_pretrained("original")
+    assert source.config == config
+    with torch.no_grad():
+        fp32_logits = theirs(IDX).logits
+        assert near(logits(source.weights, config), theirs.double()(IDX).logits, fp32_logits)
     assert command("checkpoint=original", "path=exported")[0] == 0
     original, exported = load_file("original/model.safetensors"), load_file("exported/model.safetensors")
     assert equal(dict(sorted(exported.items())), dict(sorted(original.items())))
@@ -280,7 +288,11 @@ def test_a_mistake_prints_one_line(command):
         (("checkpoint=hf_model", "path=x", "format=gguf"), "format=gguf: choose hf or nanogpt"),
         (("checkpoint=rope", "path=x"), "rope at step 20 has rope positions, which hf's GPT-2 lacks"),
         (("checkpoint=rope", "path=x", "format=nanogpt"), "has rope positions, which nanogpt's GPT-2 lacks"),
-        (("checkpoint=norms", "path=x"), "has RMSNorm and another epsilon in its norms (norm_eps), which hf's GPT-2 "),
+        (("checkpoint=norms", "path=x"), "has RMSNorm, which hf's GPT-2 "),
+        (
+            ("checkpoint=norms", "path=x", "format=nanogpt"),
+            "has RMSNorm and another epsilon in its norms (norm_eps), which nanogpt's GPT-2 ",
+        ),
         (("checkpoint=hf_model", "path=file"), "path=file cannot be written: "),
         (("checkpoint=./none", "path=x"), "./none: there is no such file or folder"),
         (("checkpoint=hf_model", 'path="~nobody-here/x"'), "~nobody-here/x: the home folder of this user is not known"),
