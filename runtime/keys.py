@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
-# The last part of a key -> its names in other projects: Hugging Face's, Lightning's, nanoGPT's, Megatron's
+# The end of a key -> its names in other projects: Hugging Face's, Lightning's, nanoGPT's, Megatron's
 OTHER_NAMES = {
     "learning_rate": "lr base_lr max_lr peak_lr eta",
     "min_lr": "lr_min final_lr min_learning_rate eta_min",
@@ -25,6 +25,10 @@ OTHER_NAMES = {
     "n_head": "heads n_heads num_heads num_attention_heads nhead",
     "n_kv_head": "kv_heads n_kv_heads num_kv_heads num_key_value_heads",
     "n_layer": "layers n_layers num_layers num_hidden_layers depth blocks n_block",
+    "head_dim": "head_size d_head kv_channels",
+    "model.norm": "norm_type normalization layer_norm_type",
+    "norm_eps": "rms_norm_eps layer_norm_epsilon layer_norm_eps layernorm_epsilon",
+    "rope_theta": "rope_base rotary_base rotary_emb_base",
     "pos": "rope position positions pos_emb position_embedding_type rotary",
     "checkpointing": "gradient_checkpointing activation_checkpointing recompute remat",
     "init_from": "pretrained from_pretrained model_name model_name_or_path weights",
@@ -73,7 +77,7 @@ def similar_key(key: str, known: list[str], siblings: list[str]) -> str | None:
     word = last.lower().replace("-", "_")
     for meaning in [last, *(name for name, synonyms in OTHER_NAMES.items() if word in synonyms.split())]:
         for name in (*siblings, *others):
-            if name.rpartition(".")[2] == meaning:
+            if f".{name}".endswith(f".{meaning}"):
                 return name
     for names, likeness in ((siblings, 0.6), (others, 0.8)):
         by_last_part = {name.rpartition(".")[2]: name for name in names}
