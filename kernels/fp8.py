@@ -13,8 +13,9 @@ are powers of two, so that they round nothing:
     dy      64 times its rows, rounded up to a power of two, because the loss is a mean over them; up to at least 448 /
             rows. In a tiny model, dy times rows had a deviation of 2e-4 to 0.15. Logits: see kernels/loss/__init__.py
 
-The projection of attention computes dweight in the dtype of x, because fp8 gains nothing there: 739 TFLOP/s instead of
-680 for (768 x 65,536) x (65,536 x 768), for which x and dy would have to be stored by columns, too.
+The op linear computes dweight of a square weight in the dtype of x, because fp8 gains nothing there: 739 TFLOP/s
+instead of 680 for (768 x 65,536) x (65,536 x 768), for which x and dy would have to be stored by columns, too. The
+output projection of attention is square in GPT-2. With model.head_dim it may not be, and then its dweight is in fp8.
 
 With fast accumulation, a Hopper tensor core adds 32 products at a time to a sum of some 14 bits, and cuts off the rest.
 So long sums become too small. At 124M a weight's gradient is a sum over 65,536 tokens: the gradient of QKV's weight had

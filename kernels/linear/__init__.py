@@ -5,7 +5,8 @@
     y = x @ weight.T + bias
 
     x       (..., C)
-    weight  (F, C)     F = 3 C for queries, keys and values in GPT-2; F = C for the output
+    weight  (F, C)     F = 3 C for queries, keys and values in GPT-2; F = C for the output. With model.head_dim the
+                       output projection has C = n_head * head_dim and F = n_embd, and may not be square
     bias    (F,)       or None
     y       (..., F)
 
@@ -57,7 +58,7 @@ def in_model(
 
 
 def dweight_in_fp8(weight: Tensor) -> bool:
-    """Return whether dweight is in fp8. A square weight is the projection of attention: see kernels/fp8.py."""
+    """Return whether dweight is in fp8: unless the weight is square, as GPT-2's output projection (kernels/fp8.py)."""
     return weight.shape[0] != weight.shape[1]
 
 
