@@ -6,6 +6,7 @@ interpreter, which holds for a whole process.
 """
 
 import contextlib
+import itertools
 import re
 import subprocess
 import sys
@@ -363,9 +364,9 @@ def compile_fp8(capability: int) -> None:
         assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
         assert not re.search(r"st\.global\.(v2|b8|b16|b64)", ptx)
     types = e4m3 | dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32") | {"eps": "fp32"}
-    for C in (768, 1600):
-        constants = {"C": C, "SCALE": 4.0, "HAS_RESIDUAL": True, "CENTRED": True, **norm_fp8.default_launch(C)}
-        ptx = compile_kernel(f"norm to fp8 {C}", norm_fp8._norm_fwd_fp8_kernel, capability, types, **constants)
+    for op, C in itertools.product(("norm", "rms_norm"), (768, 1600)):
+        constants = {"C": C, "SCALE": 4.0, "HAS_RESIDUAL": True, "CENTRED": op == "norm", **norm_fp8.default_launch(C)}
+        ptx = compile_kernel(f"{op} to fp8 {C}", norm_fp8._norm_fwd_fp8_kernel, capability, types, **constants)
         assert "cvt.rn.satfinite" in ptx
         assert bool(re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)) == (constants["STAGES"] > 1)
         assert "shr.u16" not in ptx
