@@ -1,5 +1,6 @@
 """The shape and the precisions of the model."""
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -133,6 +134,16 @@ class GPTConfig:
     def defaults(cls) -> dict[str, Any]:
         """Return {field: its default}. The configs of old checkpoints and rows lack the newer fields."""
         return {field.name: field.default for field in fields(cls) if field.default is not MISSING}
+
+    @classmethod
+    def changes(cls, model: Mapping) -> dict[str, str]:
+        """Return {field: its value as on the command line} of the fields that differ from defaults().
+
+        `model` is a row's or a checkpoint's config.model, which may lack fields, or vars() of a GPTConfig.
+        """
+        defaults = cls.defaults()
+        changed = {key: model[key] for key in defaults if key in model and model[key] != defaults[key]}
+        return {key: value_text(value).lower() for key, value in changed.items()}
 
     @property
     def head_size(self) -> int:

@@ -71,12 +71,15 @@ def decode_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype)
 
 def describe(config: GPTConfig, length: int) -> tuple[str, str]:
     """Return two texts for a run to print: the shape of the model, and flops_per_token() with its numbers."""
-    heads = f"{config.n_head} heads"
-    if config.n_kv_head:
+    heads, changes = f"{config.n_head} heads", GPTConfig.changes(vars(config))
+    if changes.pop("head_dim", None):
+        heads += f" of {config.head_dim}"
+    if changes.pop("n_kv_head", None):
         heads += f" ({config.n_kv_head} of keys and values)"
     shape = f"{config.n_layer} layers, {heads}, {config.n_embd} wide, {config.pos} positions"
-    if config.window:
+    if changes.pop("window", None):
         shape += f", a window of {config.window:,}"
+    shape += "".join(f", {key}={value}" for key, value in changes.items())
     matmul_parameters = parameters(config) - lookup_parameters(config)
     keys = min(length, config.window or length)
     flops = f"6 x {matmul_parameters / 1e6:.1f}M + 12 x {config.n_layer} x {config.n_head * config.head_size} x {keys}"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lab.bench.probe import ERRORS, first_word
 from lab.judge.claim import Claim, undecided_answers, wrong_answers
 from lab.report.colours import CHOICE_COLOURS, GREY
-from lab.report.describe import attention_name, batch_cell, commit, kernels_name, model_size
+from lab.report.describe import attention_name, batch_cell, commit, kernels_name, model_name
 from lab.report.png import plain, save, subplots
 from lab.report.tables import markdown_table, peak_gib, shown_run
 from lab.rows import read_rows
@@ -96,7 +96,7 @@ def training_figures(rows: list[dict]) -> dict:
 def training_text(run: dict) -> str:
     """Return what a run trained, such as "124M, bf16, 64 x 1024 tokens, triton, attention flash"."""
     config = run["config"]
-    model = f"{model_size(run)}, {config['precision']}, {batch_cell(run)} tokens"
+    model = f"{model_name(run)}, {config['precision']}, {batch_cell(run)} tokens"
     return f"{model}, {kernels_name(run)}, attention {attention_name(config['attn'])}"
 
 

@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from lab.report.describe import BASELINE, choice_name, commit, model_size, prefill_name, prompt_tokens
+from lab.report.describe import BASELINE, choice_name, commit, model_name, model_size, prefill_name, prompt_tokens
 from lab.rerun import rerun_command
 from lab.sweep import compare
 from lab.sweep.table import speed, speed_key
@@ -132,7 +132,7 @@ def varying_texts(titles: list[str], texts: list[str]) -> list[str]:
 def identifying_settings(choice: Choice) -> dict[str, str]:
     """Return the settings that a qualifier may have, the most important first. The last is unique."""
     row, config = choice.row, choice.row.get("config", {})
-    settings = {"model": choice.model, "precision": choice.precision}
+    settings = {"model": model_name(row), "precision": choice.precision}
     if choice.generates:
         settings["batch"] = f"batch {compare.sequences(row)}"
         settings["prompt"] = f"prompt {prompt_tokens(row):,}"

@@ -5,6 +5,7 @@ from collections import Counter
 
 from kernels.names import OPTIMIZER_OPS, default_impl, ops_with_a_choice, preset_name
 from lab.sweep.compare import is_generation, sequences
+from model.config import GPTConfig
 
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
 NAMED_OPS = ops_with_a_choice()
@@ -16,6 +17,12 @@ def model_size(row: dict) -> str:
         return f"{row['parameters'] / 1e6:.0f}M"
     name = re.match(r"generate-(\d+M)-", row.get("name", ""))
     return name[1] if name else ""
+
+
+def model_name(row: dict) -> str:
+    """Return model_size() and the fields of the model that are not the default: "135M, norm=rmsnorm, head_dim=64"."""
+    changes = GPTConfig.changes(row.get("config", {}).get("model") or {})
+    return ", ".join([model_size(row), *(f"{key}={value}" for key, value in changes.items())])
 
 
 def commit(row: dict) -> str:
@@ -153,15 +160,15 @@ def sessions(rows: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def session_settings(row: dict) -> tuple:
-    """Return (parameters, precision, T, batch size, GPUs).
+    """Return (parameters, model_name(), precision, T, batch size, GPUs).
 
-    For a row of generation, return (size, precision, sequences, prompt tokens, new tokens).
+    For a row of generation, return (model_name(), precision, sequences, prompt tokens, new tokens).
     """
-    config = row["config"]
+    config, model = row["config"], model_name(row)
     if is_generation(row):
-        return model_size(row), config["precision"], sequences(row), prompt_tokens(row), config["max_new_tokens"] or 0
-    train = config["train"]
-    return row["parameters"], config["precision"], train["block_size"], train["batch_size"], row.get("world_size", 1)
+        return model, config["precision"], sequences(row), prompt_tokens(row), config["max_new_tokens"] or 0
+    sizes = config["train"]["block_size"], config["train"]["batch_size"], row.get("world_size", 1)
+    return row["parameters"], model, config["precision"], *sizes
 
 
 def newest_choices(rows: list[dict]) -> list[dict]:
@@ -214,7 +221,8 @@ def newest_searches(rows: list[dict]) -> list[dict]:
 def search_settings(row: dict) -> list[str]:
     """Return a search's [model, precision, kernels, attention, positions and limits, checkpointing, GiB].
 
-    The limits are those of attention, such as "window 64, 4 K/V heads". A setting that the row does not have is "".
+    The limits are those of attention, such as "window 64, 4 K/V heads", and then the other fields of the model that are
+    not the default. A setting that the row does not have is "".
     """
     model, memory = row["config"]["model"], f"{row['memory_gib']:.4g}" if row.get("memory_gib") else ""
     limits = [model.get("pos")]
@@ -222,6 +230,8 @@ def search_settings(row: dict) -> list[str]:
         limits.append(f"window {model['window']}")
     if model.get("n_kv_head"):
         limits.append(f"{model['n_kv_head']} K/V heads")
+    named = "window", "n_kv_head", "checkpointing", "keep_attention"
+    limits += [f"{key}={value}" for key, value in GPTConfig.changes(model).items() if key not in named]
     checkpointing = (model.get("checkpointing") or "") + (", attention kept" if model.get("keep_attention") else "")
     if row.get("world_size", 1) > 1:
         memory = f"{row['world_size']} x {memory}"

@@ -13,6 +13,7 @@ from lab.report.tables import markdown_table
 from lab.rows import read_rows
 from lab.sweep.compare import sequences
 from lab.sweep.table import speed
+from model.config import GPTConfig
 
 NO_CACHE = "no cache"  # in `how` of a generation
 
@@ -85,12 +86,15 @@ def is_exact_sequence(row: dict) -> bool:
 
 
 def is_124m(row: dict) -> bool:
-    """Return whether the row is of GPT-2 124M, with a position table of any length.
+    """Return whether the row is of GPT-2 124M, with or without checkpoints, and with a position table of any length.
 
     The config of a generation from a checkpoint has no shape.
     """
     shape = row["config"].get("model")
-    return (shape["n_layer"], shape["n_embd"]) == (12, 768) if shape else model_size(row) == "124M"
+    if not shape:
+        return model_size(row) == "124M"
+    is_gpt2 = GPTConfig.changes(shape).keys() <= {"checkpointing", "keep_attention"}
+    return is_gpt2 and (shape["n_layer"], shape["n_embd"]) == (12, 768)
 
 
 def rounds_on_purpose(row: dict) -> bool:

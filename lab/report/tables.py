@@ -23,7 +23,7 @@ from lab.report.describe import (
     commit,
     decoder,
     kernels_cell,
-    model_size,
+    model_name,
     newest_attention,
     newest_choices,
     newest_kernels,
@@ -66,7 +66,7 @@ def peak_gib(row: dict) -> float:
 def throughput(device: str) -> str:
     """Return the table of training runs without evaluations."""
     rows = [row for row in results.read_rows(device) if not row["config"]["train"]["eval_every"]]
-    columns = {"model": model_size, "batch": batch_cell, "precision": precision_cell, "kernels": kernels_cell}
+    columns = {"model": model_name, "batch": batch_cell, "precision": precision_cell, "kernels": kernels_cell}
     last = {"step": lambda row: str(row.get("steps", "")), "commit": commit}
     return session_table(rows, columns | {"attn": attention_cell}, "tokens/s (p20 to p80)", last)
 
@@ -74,7 +74,7 @@ def throughput(device: str) -> str:
 def generation(device: str) -> str:
     """Return the table of the rows of scripts.generate."""
     columns: dict[str, Cell] = {
-        "model": model_size,
+        "model": model_name,
         "precision": precision_cell,
         "sequences": lambda row: str(sequences(row)),
         "prompt + new tokens": lambda row: f"{prompt_tokens(row):,} + {row['config']['max_new_tokens']:,}",
@@ -147,7 +147,7 @@ def scaling(device: str) -> str:
     def settings(row: dict) -> tuple:
         config, train = row["config"], row["config"]["train"]
         sizes = train["batch_size"], train["block_size"]
-        return row["parameters"], config["precision"], json.dumps(config["kernels"]), *sizes
+        return row["parameters"], model_name(row), config["precision"], json.dumps(config["kernels"]), *sizes
 
     def sequences_cell(row: dict) -> str:
         shared = f" / {row['world_size']}" if row["config"]["parallel"] == "context" else ""
@@ -161,7 +161,7 @@ def scaling(device: str) -> str:
     one_gpu = {settings(row): row["perf/tokens_per_sec"] for row in rows if row["world_size"] == 1}
     rows.sort(key=lambda row: (row["parameters"], row["config"]["parallel"], row["world_size"]))
     columns: dict[str, Cell] = {
-        "model": model_size,
+        "model": model_name,
         "GPUs": number_cell("{}", "world_size"),
         "parallel": lambda row: row["config"]["parallel"] if row["world_size"] > 1 else "",
         "sequences a GPU": sequences_cell,
