@@ -12,8 +12,9 @@ Every op is timed alone. So with precision=fp8 the choice ignores that a norm ca
 (norm_before() in registry.py).
 """
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels import registry
-from kernels.registry import Unavailable, backend, describe_choice, impls
+from kernels.registry import Unavailable, backend, contract, describe_choice, impls
 from kernels.tuned import merged_table, read_table, table_paths, write_table
 
 FILL_COMMAND = "python -m scripts.tune auto=true"
@@ -30,6 +31,7 @@ FILL_COMMAND = "python -m scripts.tune auto=true"
 # torch.compile cannot trace code that reads a file
 _choices: dict[tuple[str, str], dict[str, list]] = {}
 _eager: dict[str, ModuleType] = {}  # {op: the module of eager, which refuses nothing}
+_arguments: dict[tuple[str, str], frozenset[str]] = {}  # {(op, backend): the names of its function's arguments}
 
 
 def unavailable(op: str, device: torch.device) -> str | None:
@@ -43,6 +45,8 @@ def unavailable(op: str, device: torch.device) -> str | None:
         for impl in dict.fromkeys(existing.values()):
             if reason := registry.unavailable(op, impl, device):
                 return f"{op}={impl} was the fastest, but cannot run now: {reason}; run {FILL_COMMAND} again"
+            parameters = inspect.signature(getattr(backend(op, impl), op)).parameters
+            _arguments[op, impl] = frozenset(parameters)
         if existing:
             choices[name] = size_ranges(op, existing)
     _choices[op, device.type], _eager[op] = choices, backend(op, "eager")
@@ -75,18 +79,27 @@ def entry_name(op: str, inputs: Iterable, fp8: bool = False) -> str:
     return " ".join([op, *dtypes, *(["fp8"] if fp8 else [])])
 
 
-def choose(op: str, *tensors: Tensor | None, fp8: bool = False) -> tuple[str, ModuleType]:
+def choose(op: str, *tensors: Tensor | None, fp8: bool = False, needs: Iterable[str] = ()) -> tuple[str, ModuleType]:
     """Return the name and the module of the backend for these arguments of an op other than attention.
 
-    It is eager if the fastest backend refuses these widths: an entry has only the width of x. Raises Unavailable if the
-    tables have no entry for these dtypes.
+    It is eager if the fastest backend refuses these widths, because an entry has only the width of x, or if it lacks an
+    optional argument in `needs`. Raises Unavailable if the tables have no entry for these dtypes.
     """
     x = tensors[0]
     entry = entry_name(op, tensors, fp8)
     if chosen := find_backend(op, entry, x.shape[-1], x.device):
-        return ("eager", _eager[op]) if refuses(chosen[1], *tensors, fp8=fp8) else chosen
+        impl, module = chosen
+        lacks = any(name not in _arguments[op, impl] for name in needs)
+        return ("eager", _eager[op]) if lacks or refuses(module, *tensors, fp8=fp8) else chosen
     dtype = entry.split()[1]  # bfloat16 comes before float32, the dtype of a wider residual stream
     raise Unavailable(f"{op}=auto: nothing was measured for `{entry}` on this device: run {FILL_COMMAND} dtype={dtype}")
+
+
+def choose_for(op: str, inputs: Mapping[str, Any], fp8: bool = False) -> tuple[str, ModuleType]:
+    """Return what choose() returns for these arguments by name. Those with a default in the contract are optional."""
+    parameters = inspect.signature(contract(op).reference).parameters
+    options = [name for name in inputs if parameters[name].default is not inspect.Parameter.empty]
+    return choose(op, *(inputs[name] for name in inputs if name not in options), fp8=fp8, needs=options)
 
 
 def refuses(module: ModuleType, *arguments: Any, **options: Any) -> bool:
@@ -96,13 +109,13 @@ def refuses(module: ModuleType, *arguments: Any, **options: Any) -> bool:
 
 def call_fastest(op: str, *tensors: Tensor | None, fp8: bool = False, **options: Any) -> Any:
     """Call the backend that choose() returns. It may lack the argument fp8, so it gets only fp8=True."""
-    function = getattr(choose(op, *tensors, fp8=fp8)[1], op)
+    function = getattr(choose(op, *tensors, fp8=fp8, needs=options)[1], op)
     return function(*tensors, **options, **({"fp8": True} if fp8 else {}))
 
 
 def detail(op: str, fp8: bool = False, **inputs: Any) -> str:
     """Return what `auto` runs for these inputs of an op other than attention: "triton: triton 3.6.0"."""
-    impl, _ = choose(op, *inputs.values(), fp8=fp8)
+    impl, _ = choose_for(op, inputs, fp8)
     return describe_choice(op, impl, **inputs, **({"fp8": True} if fp8 else {}))
 
 

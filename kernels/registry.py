@@ -64,7 +64,7 @@ import re
 import shutil
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from types import ModuleType
 from typing import Any
@@ -199,7 +199,7 @@ def impl_by_op(kernels: KernelsConfig, attn: AttnConfig, ops: Sequence[str] = OP
 
 
 def missing_argument(function: Callable, argument: str, op: str = "attention") -> str | None:
-    """Return why the op's function cannot take an optional argument (`lengths`, `window`, `fp8`), or None if it can."""
+    """Return why the op's function cannot take an optional argument (`window`, `softcap`, `fp8`), or None if it can."""
     if argument in inspect.signature(function).parameters:
         return None
     functions = {impl: getattr(module, op) for impl, module in importable_backends(op).items()}
@@ -253,9 +253,13 @@ def check_available(kernels: KernelsConfig, attn: AttnConfig, device: torch.devi
 
 
 def resolve(
-    kernels: KernelsConfig, attn: AttnConfig, device: torch.device, needs: Sequence[str] = (), in_fp8: bool = False
+    kernels: KernelsConfig,
+    attn: AttnConfig,
+    device: torch.device,
+    needs: Mapping[str, Sequence[str]] | None = None,
+    in_fp8: bool = False,
 ) -> Ops:
-    """Return the functions that the config chooses. `needs` are optional arguments that attention must take.
+    """Return the functions that the config chooses. `needs` is {op: optional arguments that its function must take}.
 
     With `in_fp8`, the ops of runs_in_fp8() compute their products in it. Raises Unavailable if backends, torch.compile
     or fp8 cannot run on `device`, or if a backend lacks an argument. The message names all backends that cannot run.
@@ -271,12 +275,12 @@ def resolve(
     check_available(kernels, attn, device)
     functions = {}
     for op, impl in impl_by_op(kernels, attn).items():
-        options = {"needs": needs, "version": attn.version} if op == "attention" else {}
+        needed, version = list((needs or {}).get(op, ())), attn.version if op == "attention" else None
         if in_fp8 and runs_in_fp8(op, kernels):
-            function = load(op, impl, device, needs=["fp8"])
+            function = load(op, impl, device, ["fp8", *needed], version)
             functions[op] = functools.partial(function, fp8=True)
         else:
-            functions[op] = load(op, impl, device, **options)
+            functions[op] = load(op, impl, device, needed, version)
     return Ops(**functions)
 
 

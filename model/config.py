@@ -1,6 +1,7 @@
 """The shape and the precisions of the model."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -48,10 +49,12 @@ class GPTConfig:
     mlp: str = "gelu"  # gelu | relu2 | swiglu, which has two matrices in the place of the first
     hidden: int | None = None  # width of the MLP; null: 4 n_embd, and with swiglu 8/3 n_embd, rounded up to 64
     tie_embeddings: bool = True  # the head is the table of the token embeddings
+    logit_softcap: float | None = None  # the logits are cap tanh(logits / cap), as in Gemma 2; null: no cap
 
     def __post_init__(self):
         for field in fields(self):
-            value, kinds = getattr(self, field.name), (field.type, int) if field.type is float else field.type
+            value = getattr(self, field.name)
+            kinds = field.type | int if field.type in (float, float | None) else field.type
             is_right = field.type is bool if isinstance(value, bool) else isinstance(value, kinds)
             kind = getattr(field.type, "__name__", field.type)
             check(is_right, f"model.{field.name}={value_text(value)}: its type must be {kind}")
@@ -108,6 +111,10 @@ class GPTConfig:
         for text, is_set in rotary_only.items():
             check(self.pos == "rope" or not is_set, f"model.{text} needs rotary positions: add model.pos=rope")
         check(
+            self.logit_softcap is None or 0 < self.logit_softcap < math.inf,
+            f"model.logit_softcap={self.logit_softcap}: it must be a positive number, or null",
+        )
+        check(
             self.checkpointing != "chunks" or not self.dropout,
             f"model.checkpointing=chunks does not support dropout: model.dropout={self.dropout} must be 0, or choose "
             "model.checkpointing=host",
@@ -161,7 +168,11 @@ class GPTConfig:
     def kv_heads(self) -> int:
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
-    @property
-    def attention_needs(self) -> list[str]:
-        """The optional arguments that this model passes to its attention."""
-        return [] if self.window is None else ["window"]
+    def needs(self, attention: Sequence[str] = ()) -> dict[str, list[str]]:
+        """Return {op: the optional arguments that this model passes to it}; of attention also those in `attention`."""
+        return {
+            "attention": [*([] if self.window is None else ["window"]), *attention],
+            "loss": [] if self.logit_softcap is None else ["softcap"],
+            "mlp": ["activation"] if self.mlp == "relu2" else [],
+            "rope": ["q_weight"] if self.qk_norm else [],
+        }

@@ -152,6 +152,7 @@ class Decoder:
             f"model.mlp={config.mlp}": config.mlp != "gelu",
             f"model.hidden={config.hidden}": config.mlp == "gelu" and config.hidden_size != 4 * config.n_embd,
             "model.tie_embeddings=false": not config.tie_embeddings,
+            f"model.logit_softcap={config.logit_softcap}": config.logit_softcap is not None,
         }
         if names := " and ".join(name for name, present in others.items() if present):
             raise Unavailable(

@@ -36,6 +36,7 @@ def call_shapes(
         "kv_heads": config.kv_heads,
         "head_dim": config.head_size,
         "vocab_size": config.vocab_size,
+        "softcap": config.logit_softcap,
         "window": None if keys else config.window,  # the cache has no other keys
         "pos": config.pos,
         "qk_norm": config.qk_norm,
@@ -88,14 +89,14 @@ def name_backends(config: GPTConfig, kernels: KernelsConfig, precision: str, dev
             width = config.n_head * config.head_size
             calls.append(arguments | {"shape": (1, 1, width), "out": config.n_embd})
         with FakeTensorMode():
-            inputs = [[*contract(op).inputs(**call, dtype=dtype, device=device).values()] for call in calls]
+            inputs = [contract(op).inputs(**call, dtype=dtype, device=device) for call in calls]
         # the first that takes all calls: q, k and v have at least half of the FLOPs
-        chosen = [fastest.choose(op, *tensors, fp8=fp8) for tensors in inputs]
+        chosen = [fastest.choose_for(op, arguments, fp8) for arguments in inputs]
         names[op] = next(
             (
                 impl
                 for impl, module in chosen
-                if not any(fastest.refuses(module, *tensors, fp8=fp8) for tensors in inputs)
+                if not any(fastest.refuses(module, *arguments.values(), fp8=fp8) for arguments in inputs)
             ),
             "eager",
         )

@@ -41,6 +41,7 @@ def check_exportable(source: Pretrained, format: str) -> None:
         "a sliding window": config.window is not None,
         "heads of another width (head_dim)": config.n_head * config.head_size != config.n_embd,
         "normalised q and k (qk_norm)": config.qk_norm,
+        "a soft cap of its logits (logit_softcap)": config.logit_softcap is not None,
         "RMSNorm": config.norm == "rmsnorm",
         f"the MLP {config.mlp}": config.mlp != "gelu",
         "an MLP of another width (hidden)": config.mlp == "gelu" and config.hidden_size != 4 * config.n_embd,

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from kernels.cache import Cache
+from kernels.loss import cap_logits, softcap_argument
 from kernels.packed import split
 from kernels.registry import Ops, norm_before
 from kernels.rope import rope_table
@@ -206,12 +206,12 @@ class GPT(nn.Module):
         if targets is not None:
             return self.head_loss(x, residual, targets)
         x, _ = self.ln_f(x, residual)
-        return F.linear(x, cast(self.head.weight, x.dtype))  # logits
+        return cap_logits(nn.functional.linear(x, cast(self.head.weight, x.dtype)), self.config.logit_softcap)
 
     def head_loss(self, x: Tensor, residual: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of the last block's output."""
         x, _ = self.ln_f(x, residual)
-        return self.loss(x, cast(self.head.weight, x.dtype), targets)
+        return self.loss(x, cast(self.head.weight, x.dtype), targets, **softcap_argument(self.config.logit_softcap))
 
     @property
     def head(self) -> nn.Module:

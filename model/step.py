@@ -37,7 +37,7 @@ def load_ops(
     kernels = called_kernels(config, kernels)
     check_available(kernels, attn, device)  # for `auto`, this reads the tables
     named = name_backends(config, kernels, precision, device)
-    return resolve(named, attn, device, [*config.attention_needs, *needs], in_fp8=precision == "fp8")
+    return resolve(named, attn, device, config.needs(attention=needs), in_fp8=precision == "fp8")
 
 
 def build(

@@ -2,7 +2,7 @@
 
 They are one op so that a backend need not store the (B*T, V) logits.
 
-    loss(x, weight, targets, ignore_index=-1, fp8=False) -> scalar
+    loss(x, weight, targets, ignore_index=-1, fp8=False, softcap=None) -> scalar
 
     x        (..., C)  in the compute dtype
     weight   (V, C)    in the compute dtype; the (tied) head
@@ -11,9 +11,11 @@ They are one op so that a backend need not store the (B*T, V) logits.
                        float64); 0 with zero gradients if there is no such position
 
 If a target other than ignore_index is outside [0, V), a backend raises an error or returns NaN.
-With fp8=True, a backend and reference() compute the products as logits_in_fp8() does. A backend may lack this argument.
+With fp8=True, a backend and reference() compute the products as logits_in_fp8() does. With softcap, a positive number,
+the logits are those of cap_logits(). A backend may lack each of these two arguments.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,11 +49,14 @@ CASES = {
     "non_contiguous": {"shape": (6, 10, 64), "vocab": 257, "contiguous": False},
     "fp8": {"shape": (2, 32, 64), "vocab": 257, "fp8": True},
     "fp8_ignored": {"shape": (2, 256, 64), "vocab": 257, "ignored": 0.95, "fp8": True},
+    "softcap": {"shape": (3, 11, 64), "vocab": 257, "ignored": 0.5, "scale": 5.0, "softcap": 5.0},
+    "softcap_large_logits": {"shape": (16, 64), "vocab": 257, "scale": 30.0, "softcap": 15.0},
+    "softcap_fp8": {"shape": (2, 32, 64), "vocab": 257, "ignored": 0.5, "scale": 5.0, "softcap": 5.0, "fp8": True},
 }
 
 # The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
 SIZES = {str(C): {"shape": (5, C), "vocab": 1024} for C in (64, 768, 769, 1600, 4096)}
-FEATURES = ["all_ignored", "fp8"]
+FEATURES = ["all_ignored", "fp8", "softcap"]
 
 BOUND = "flops"
 GRADIENTS_IN_FORWARD = True  # some backends compute gradients in the forward, so its rate alone would mislead
@@ -59,9 +64,41 @@ FAMILY = r"log_softmax|cross_entropy|nll_loss|cunn_SoftMax"
 
 
 def in_model(
-    *, batch: int, length: int, n_embd: int, vocab_size: int, keys: int | None = None, **_: object
+    *,
+    batch: int,
+    length: int,
+    n_embd: int,
+    vocab_size: int,
+    softcap: float | None = None,
+    keys: int | None = None,
+    **_: object,
 ) -> dict[str, Any] | None:
-    return {"shape": (batch, length, n_embd), "vocab": vocab_size} if keys is None else None  # decoding has no loss
+    if keys is not None:  # decoding has no loss
+        return None
+    return {"shape": (batch, length, n_embd), "vocab": vocab_size, **softcap_argument(softcap)}
+
+
+def softcap_argument(softcap: float | None) -> dict[str, float]:
+    """Return the argument softcap for a call, or nothing for None: a backend may lack the argument."""
+    return {} if softcap is None else {"softcap": softcap}
+
+
+def conflict(*, softcap: float | None = None, **_: object) -> str | None:
+    if softcap is None or 0 < softcap < math.inf:
+        return None
+    return f"softcap={softcap} must be a positive number"
+
+
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap * tanh(logits / softcap), which is between -softcap and softcap, or the logits for None.
+
+    From Gemma 2 (arXiv:2408.00118), which caps at 30. Near 0 the logits hardly change. The derivative is
+    1 - (result / softcap)^2. The result has the dtype of the logits, and is computed in fp32 (float64 in float64).
+    """
+    if softcap is None:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (softcap * torch.tanh(wide / softcap)).to(logits.dtype)
 
 
 def logits_in_fp8(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
@@ -81,9 +118,16 @@ def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tens
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def reference(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, fp8: bool = False) -> Tensor:
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -1,
+    fp8: bool = False,
+    softcap: float | None = None,
+) -> Tensor:
     logits = logits_in_fp8(x, weight, targets, ignore_index) if fp8 else x @ weight.T
-    logits = logits.to(torch.promote_types(x.dtype, torch.float32))
+    logits = cap_logits(logits.to(torch.promote_types(x.dtype, torch.float32)), softcap)
     not_ignored = targets != ignore_index
     target_logits = logits.gather(-1, targets.where(not_ignored, 0).unsqueeze(-1)).squeeze(-1)
     losses = torch.logsumexp(logits, -1) - target_logits
@@ -98,13 +142,14 @@ def inputs(
     scale: float = 1.0,
     contiguous: bool = True,
     fp8: bool = False,
+    softcap: float | None = None,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
     """Return random arguments of loss(), as a dict.
 
-    The logits have a standard deviation of about `scale`. A target is -1 with probability `ignored`.
+    The logits, before the cap, have a standard deviation of about `scale`. A target is -1 with probability `ignored`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     width = shape[-1]
@@ -120,6 +165,7 @@ def inputs(
         "weight": randn(vocab, width, std=scale * width**-0.5).requires_grad_(),
         "targets": targets.masked_fill(is_ignored, -1),
         **({"fp8": True} if fp8 else {}),
+        **softcap_argument(softcap),
     }
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.loss._softcap import capped, times_slope
 from kernels.loss._unnormalised import HEADROOM_BITS, LOG2E
 from kernels.matmul import (
     FP32_LAUNCH,
@@ -30,12 +31,13 @@ def _cross_entropy_exp_kernel(
     x,  # (N, C)
     w,  # (V, C)
     p,  # (N, V)
-    target_logits_ptr,  # (N,) fp32, in base 2
-    sums_ptr,  # (tiles along V, N) fp32: the sums of p's rows in each tile
+    target_logits_ptr,  # (N,) fp32, capped and in base 2
+    sums_ptr,  # (tiles along V, N) fp32: the sums of p's rows in each tile, before the slope of the cap
     N,
     V,
     C,
     PARTIAL: tl.constexpr,  # whether the last tile along V is partial
+    SOFTCAP: tl.constexpr,  # None: no cap
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,  # words
     BLOCK_C: tl.constexpr,
@@ -44,7 +46,7 @@ def _cross_entropy_exp_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute p = exp(x W^T - shift)."""
+    """Compute p = exp(x W^T - shift); with a cap, of the capped logits, and times the slope of the cap."""
     dtype: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
     WIDTH: tl.constexpr = BLOCK_F // PARTS
     tiles_n, tiles_v = tl.cdiv(N, BLOCK_N), tl.cdiv(V, BLOCK_F)
@@ -57,11 +59,12 @@ def _cross_entropy_exp_kernel(
         sums = tl.zeros((BLOCK_N,), tl.float32)
         parts = split_columns(logits, PARTS)
         for i in tl.static_range(PARTS):
-            numbers = tl.exp2(parts[i] * LOG2E - shifts[:, None])
+            numbers = tl.exp2(capped(parts[i], SOFTCAP) * LOG2E - shifts[:, None])
             if PARTIAL:
                 columns = v + i * WIDTH + tl.arange(0, WIDTH)
                 numbers = tl.where(columns[None, :] < V, numbers, 0.0)
             sums += tl.sum(numbers, 1)
+            numbers = times_slope(numbers, parts[i], SOFTCAP)
             store_matrix_tile(p, round_to(numbers, dtype), n, v + i * WIDTH, N, V, TMA)
         tl.store(sums_ptr + tile_v.to(tl.int64) * N + rows, sums, rows < N)
 
@@ -84,7 +87,7 @@ def candidates() -> list[dict]:
     return [as_parameters(*choice) for choice in choices] + [{"GROUP": 8}, {"GROUP": 16}]
 
 
-def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) -> Tensor:
+def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor, softcap: float | None = None) -> Tensor:
     """Write p (n, V) into `out`, and return the sums of its rows in each tile, (tiles along V, n) in fp32."""
     N, C = x.shape
     V = len(weight)
@@ -102,6 +105,7 @@ def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) 
         V=V,
         C=C,
         PARTIAL=V % v != 0,
+        SOFTCAP=softcap,
         TMA=tma,
         PRECISION=precision(x.dtype),
         **launch,

@@ -15,29 +15,33 @@ take 5.1 ms in a step of 124M; one pass in place would move 4.
 import triton
 import triton.language as tl
 
+from kernels.loss._softcap import capped, times_slope
 from kernels.quantize import load_rows, store_columns, store_rows, tile_of_program
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2(e)), because the GPU has an instruction for 2^x
 
 
 @triton.jit
-def _exp_sum(logits_ptr, columns, largest, total, V, WHOLE: tl.constexpr):
+def _exp_sum(logits_ptr, columns, largest, total, V, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr):
     """Add columns to the online softmax: return the new maximum and sum. If WHOLE, all columns are below V."""
     mask = None if WHOLE else columns < V
     other = None if WHOLE else -float("inf")
-    logits = tl.load(logits_ptr + columns, mask, other).to(tl.float32) * LOG2E
+    logits = capped(tl.load(logits_ptr + columns, mask, other).to(tl.float32), SOFTCAP) * LOG2E
+    if not WHOLE and SOFTCAP is not None:  # the capped -inf is finite
+        logits = tl.where(mask, logits, other)
     before = largest
     largest = tl.maximum(largest, tl.max(logits, 0))
     return largest, total * tl.exp2(before - largest) + tl.sum(tl.exp2(logits - largest), 0)
 
 
 @triton.jit
-def _softmax_(logits_ptr, columns, shift, V, WHOLE: tl.constexpr):
-    """Overwrite the logits with 2^(logits LOG2E - shift). If WHOLE, all columns are below V."""
+def _softmax_(logits_ptr, columns, shift, V, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr):
+    """Overwrite the logits with 2^(logits LOG2E - shift), and the cap's slope. If WHOLE, all columns are below V."""
     mask = None if WHOLE else columns < V
     other = None if WHOLE else 0.0
     logits = tl.load(logits_ptr + columns, mask, other).to(tl.float32)
-    tl.store(logits_ptr + columns, tl.exp2(logits * LOG2E - shift).to(logits_ptr.dtype.element_ty), mask)
+    softmax = times_slope(tl.exp2(capped(logits, SOFTCAP) * LOG2E - shift), logits, SOFTCAP)
+    tl.store(logits_ptr + columns, softmax.to(logits_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -50,6 +54,7 @@ def cross_entropy_kernel(
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     WRITE: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # None: no cap
 ):
     """Compute the loss of each row, the shift for its gradient if shifts_ptr is given, and the gradient with WRITE.
 
@@ -66,11 +71,12 @@ def cross_entropy_kernel(
     largest = -float("inf")
     total = 0.0
     for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
-        largest, total = _exp_sum(logits_ptr, start + columns, largest, total, V, True)
+        largest, total = _exp_sum(logits_ptr, start + columns, largest, total, V, SOFTCAP, True)
     if V % BLOCK_V > 0:
-        largest, total = _exp_sum(logits_ptr, V // BLOCK_V * BLOCK_V + columns, largest, total, V, False)
+        largest, total = _exp_sum(logits_ptr, V // BLOCK_V * BLOCK_V + columns, largest, total, V, SOFTCAP, False)
     lse = largest + tl.log2(total)  # base 2, like all exponentials and logarithms here
-    target_logit = tl.load(logits_ptr + tl.where(in_vocab, target, 0)).to(tl.float32) * LOG2E
+    uncapped = tl.load(logits_ptr + tl.where(in_vocab, target, 0)).to(tl.float32)
+    target_logit = capped(uncapped, SOFTCAP) * LOG2E
     target_logit = tl.where(in_vocab, target_logit, float("nan"))
     tl.store(losses_ptr + row, tl.where(not_ignored, lse - target_logit, 0.0) / LOG2E)
     shift = tl.where(not_ignored, lse, float("inf"))  # the gradient of an ignored row is 0
@@ -79,16 +85,16 @@ def cross_entropy_kernel(
     if WRITE:
         tl.debug_barrier()  # all threads must read `target_logit` before any thread overwrites it
         for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
-            _softmax_(logits_ptr, start + columns, shift, V, True)
+            _softmax_(logits_ptr, start + columns, shift, V, SOFTCAP, True)
         if V % BLOCK_V > 0:
-            _softmax_(logits_ptr, V // BLOCK_V * BLOCK_V + columns, shift, V, False)
+            _softmax_(logits_ptr, V // BLOCK_V * BLOCK_V + columns, shift, V, SOFTCAP, False)
         tl.debug_barrier()
-        target_grad = tl.exp2(target_logit - shift) - 1.0
+        target_grad = times_slope(tl.exp2(target_logit - shift) - 1.0, uncapped, SOFTCAP)
         tl.store(logits_ptr + target, target_grad.to(logits_ptr.dtype.element_ty), not_ignored & in_vocab)
 
 
 @triton.jit
-def _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, scale):
+def _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, scale, SOFTCAP: tl.constexpr):
     """Return rows n and columns v of the scaled gradient, and 0 outside the matrix.
 
     The log2 of the scale is subtracted from the shift, which saves a multiplication a logit.
@@ -97,7 +103,9 @@ def _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, scal
     targets = tl.load(targets_ptr + n, n < N, other=ignore_index)
     targets = tl.where(targets == ignore_index, -1, targets).to(tl.int32)
     shifts = tl.load(shifts_ptr + n, n < N, other=float("inf")) - tl.log2(scale)
-    return tl.exp2(logits * LOG2E - shifts[:, None]) - tl.where(targets[:, None] == v[None, :], scale, 0.0)
+    softmax = tl.exp2(capped(logits, SOFTCAP) * LOG2E - shifts[:, None])
+    onehot = tl.where(targets[:, None] == v[None, :], scale, 0.0)
+    return times_slope(softmax - onehot, logits, SOFTCAP)
 
 
 @triton.jit(do_not_specialize=["N", "all_rows", "ignore_index"])  # another batch size must not recompile
@@ -115,6 +123,7 @@ def dlogits_fp8_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # None: no cap
 ):
     """Compute the gradient of the logits, 2^(logits LOG2E - shift) less 1 at the target, times scale, in both layouts.
 
@@ -123,10 +132,10 @@ def dlogits_fp8_kernel(
     _, quads, v = tile_of_program(N, V, BLOCK_N, BLOCK_C, GROUP)
     n = 4 * quads
     scale = tl.load(scale_ptr)
-    x0 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, scale)
-    x1 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 1, v, N, V, ignore_index, scale)
-    x2 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 2, v, N, V, ignore_index, scale)
-    x3 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 3, v, N, V, ignore_index, scale)
+    x0 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, scale, SOFTCAP)
+    x1 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 1, v, N, V, ignore_index, scale, SOFTCAP)
+    x2 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 2, v, N, V, ignore_index, scale, SOFTCAP)
+    x3 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 3, v, N, V, ignore_index, scale, SOFTCAP)
     store_rows(x0, x1, x2, x3, rows_ptr, quads, v, N, V)
     store_columns(x0, x1, x2, x3, columns_ptr, quads, v, N, V, all_rows)
 

@@ -7,7 +7,7 @@
 
 It returns the mean loss of the positions that count, a scalar in fp32; 0 if there is none. Head and cross-entropy are
 one op so that a kernel need not store the logits (..., V). The contract, kernels/loss/__init__.py, also has the
-argument fp8; without it the kernel is refused for precision=fp8.
+arguments fp8 and softcap; without them the kernel is refused for precision=fp8 and for model.logit_softcap.
 """
 
 import torch

@@ -20,6 +20,9 @@ row is log2(total) + 32 bits. p is in bf16, which has the range of fp32, so it o
 above 128 + 32 bits, 110 nats. If a loss is above 77 nats, _cross_entropy_finish_kernel computes its row again with the
 row's maximum as shift, and the 15 rows beside it.
 
+With a soft cap, the exponentials are those of the capped logits. The matmul multiplies p by the slope of the cap, after
+it has summed the rows, and the total that is subtracted from p[target] is multiplied by the target's slope.
+
 The matmul is the backend's: _exponentials.py for triton.py, and gluon.py. The kernels here run before and after it.
 """
 
@@ -29,6 +32,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kernels.loss import softcap_argument
+from kernels.loss._softcap import capped
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HEADROOM_BITS = tl.constexpr(32.0)
@@ -47,11 +53,12 @@ def _cross_entropy_shift_kernel(
     C,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # None: no cap
 ):
-    """Compute the target's logit of each row, in base 2. It is infinity for an ignored row, so the matmul writes p = 0.
+    """Compute the target's capped logit of each row, in base 2.
 
-    If the target is outside the vocabulary, it is the logit of word 0, and _cross_entropy_finish_kernel writes NaN as
-    the loss.
+    It is infinity for an ignored row, so the matmul writes p = 0. If the target is outside the vocabulary, it is the
+    logit of word 0, and _cross_entropy_finish_kernel writes NaN as the loss.
     """
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     target = tl.load(targets_ptr + n, n < N, other=ignore_index)
@@ -62,20 +69,29 @@ def _cross_entropy_shift_kernel(
         mask = (n[:, None] < N) & (c < C)
         x = tl.load(x_ptr + n.to(tl.int64)[:, None] * C + c, mask, other=0.0).to(tl.float32)
         products += x * tl.load(w_ptr + word[:, None] * C + c, mask, other=0.0).to(tl.float32)
-    logits = tl.where(target == ignore_index, float("inf"), tl.sum(products, 1) * LOG2E)
+    logits = tl.where(target == ignore_index, float("inf"), capped(tl.sum(products, 1), SOFTCAP) * LOG2E)
     tl.store(target_logits_ptr + n, logits, n < N)
 
 
 @triton.jit
-def _logits(x_ptr, w_ptr, n, v, N, V, C, BLOCK: tl.constexpr):
-    """Return the logits of rows n and columns v in base 2, and -inf outside the matrix."""
+def _logits(x_ptr, w_ptr, n, v, N, V, C, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the logits of rows n and columns v, capped and in base 2, and -inf outside the matrix."""
     total = tl.zeros((n.shape[0], v.shape[0]), tl.float32)
     for start in range(0, C, BLOCK):
         c = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + n.to(tl.int64)[:, None] * C + c[None, :], (n[:, None] < N) & (c[None, :] < C), other=0.0)
         w = tl.load(w_ptr + v.to(tl.int64)[None, :] * C + c[:, None], (v[None, :] < V) & (c[:, None] < C), other=0.0)
         total = tl.dot(x, w, total, input_precision="ieee")
-    return tl.where((n[:, None] < N) & (v[None, :] < V), total * LOG2E, -float("inf"))
+    return tl.where((n[:, None] < N) & (v[None, :] < V), capped(total, SOFTCAP) * LOG2E, -float("inf"))
+
+
+@triton.jit
+def _times_slope(gradient, logits, SOFTCAP: tl.constexpr):
+    """Return the gradient times 1 - tanh^2, the slope of the cap. The logits are capped and in base 2."""
+    if SOFTCAP is not None:
+        tanh = logits * (1.0 / (SOFTCAP * LOG2E))
+        gradient *= 1.0 - tanh * tanh
+    return gradient
 
 
 @triton.jit(do_not_specialize=["N", "ignore_index"])
@@ -84,7 +100,7 @@ def _cross_entropy_finish_kernel(
     w_ptr,  # (V, C)
     p_ptr,  # (N, V)
     targets_ptr,  # (N,) int64
-    target_logits_ptr,  # (N,) fp32, in base 2
+    target_logits_ptr,  # (N,) fp32, capped and in base 2
     sums_ptr,  # (tiles, N) fp32
     losses_ptr,  # (N,) fp32
     scales_ptr,  # (N,) fp32: 1 / total, 0 for an ignored row
@@ -96,6 +112,7 @@ def _cross_entropy_finish_kernel(
     C,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # None: no cap
 ):
     """Compute the losses and the scales, scale x, and subtract each row's total from its p[target]."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -112,13 +129,15 @@ def _cross_entropy_finish_kernel(
     if tl.sum(large_or_nan.to(tl.int32), 0) > 0:  # compute these rows again, with their maximum as shift
         largest = tl.full((ROWS,), -float("inf"), tl.float32)
         for start in range(0, V, BLOCK):
-            logits = _logits(x_ptr, w_ptr, n, start + tl.arange(0, BLOCK), N, V, C, BLOCK)
+            logits = _logits(x_ptr, w_ptr, n, start + tl.arange(0, BLOCK), N, V, C, SOFTCAP, BLOCK)
             largest = tl.maximum(largest, tl.max(logits, 1))
         total = tl.zeros((ROWS,), tl.float32)
         for start in range(0, V, BLOCK):
             v = start + tl.arange(0, BLOCK)
-            p = tl.exp2(_logits(x_ptr, w_ptr, n, v, N, V, C, BLOCK) - largest[:, None])
+            logits = _logits(x_ptr, w_ptr, n, v, N, V, C, SOFTCAP, BLOCK)
+            p = tl.exp2(logits - largest[:, None])
             total += tl.sum(p, 1)
+            p = _times_slope(p, logits, SOFTCAP)
             mask = in_bounds[:, None] & (v[None, :] < V)
             tl.store(p_ptr + n.to(tl.int64)[:, None] * V + v[None, :], p.to(p_ptr.dtype.element_ty), mask)
         shift = largest
@@ -127,7 +146,8 @@ def _cross_entropy_finish_kernel(
     tl.store(losses_ptr + n, tl.where(ignored, 0.0, loss), in_bounds)
     scale = tl.where(ignored, 0.0, 1.0 / total)
     tl.store(scales_ptr + n, scale, in_bounds)
-    at_target = (tl.exp2(target_logit - shift) - total).to(p_ptr.dtype.element_ty)
+    at_target = _times_slope(tl.exp2(target_logit - shift) - total, target_logit, SOFTCAP)
+    at_target = at_target.to(p_ptr.dtype.element_ty)
     tl.store(p_ptr + n.to(tl.int64) * V + target, at_target, in_bounds & in_vocab & (ignored == 0))
     for start in range(0, C, BLOCK):
         c = start + tl.arange(0, BLOCK)[None, :]
@@ -136,8 +156,13 @@ def _cross_entropy_finish_kernel(
         tl.store(scaled_x_ptr + offsets, (x * scale[:, None]).to(scaled_x_ptr.dtype.element_ty), mask)
 
 
-def target_logits(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """Return the logit of each row's target in base 2, (N,) fp32, infinity if it is ignored. Tensors are contiguous."""
+def target_logits(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, softcap: float | None = None
+) -> Tensor:
+    """Return the capped logit of each row's target in base 2, (N,) fp32, infinity if it is ignored.
+
+    Tensors are contiguous.
+    """
     N, C = x.shape
     logits = torch.empty(N, dtype=torch.float32, device=x.device)
     _cross_entropy_shift_kernel[(triton.cdiv(N, 4),)](
@@ -151,6 +176,7 @@ def target_logits(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int)
         C=C,
         ROWS=4,
         BLOCK=1024,
+        SOFTCAP=softcap,
     )
     return logits
 
@@ -163,16 +189,18 @@ def unnormalised_gradient(
     ignore_index: int,
     out: Tensor,
     *,
-    exponentials: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    exponentials: Callable[..., Tensor],
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write the losses (n,) in fp32, and p (n, V) into `out`. Return scale * x (n, C) and scale (n, 1) in fp32.
 
     The scale of a row is 1 / total. exponentials(x, weight, target_logits, out) is the backend's matmul: it writes p,
-    and returns the sums of p's rows in each tile, (tiles along V, n) in fp32. All tensors are contiguous.
+    and returns the sums of p's rows in each tile, (tiles along V, n) in fp32. It must take `softcap` if that is not
+    None. All tensors are contiguous.
     """
     N, C = x.shape
-    logits_of_targets = target_logits(x, weight, targets, ignore_index)
-    sums = exponentials(x, weight, logits_of_targets, out)
+    logits_of_targets = target_logits(x, weight, targets, ignore_index, softcap)
+    sums = exponentials(x, weight, logits_of_targets, out, **softcap_argument(softcap))
     scaled_x = torch.empty_like(x)
     scales = torch.empty(N, 1, dtype=torch.float32, device=x.device)
     _cross_entropy_finish_kernel[(triton.cdiv(N, 16),)](
@@ -192,5 +220,6 @@ def unnormalised_gradient(
         C=C,
         ROWS=16,
         BLOCK=64,
+        SOFTCAP=softcap,
     )
     return scaled_x, scales

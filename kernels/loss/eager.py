@@ -4,7 +4,8 @@ At 65,536 tokens and V = 50,304 the logits take 6.1 GiB and the log-probabilitie
 
 The derivative, softmax - onehot, is written by hand: one pass from the log-probabilities to a bf16 gradient. Autograd
 would make more passes: fill, scatter, the backward of the softmax in fp32, and a cast. It would also need 6.1 GiB more:
-a step of 124M with 64 sequences takes 53.1 GiB with the derivative by hand. With fp8 the derivative is autograd's.
+a step of 124M with 64 sequences takes 53.1 GiB with the derivative by hand. With fp8 or softcap the derivative is
+autograd's.
 
 Log-probabilities in bf16 would take half the memory. But bf16 rounds numbers between -8 and -16 to steps of 1/16. Rows
 with similar predictions get the same rounding error, so the errors do not average out, and dweight is too far from the
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.loss import logits_in_fp8, scale_gradient
+from kernels.loss import cap_logits, logits_in_fp8, scale_gradient
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -37,7 +38,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         x, weight, log_probs, targets = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: PyTorch's own derivative can be differentiated again
             x, weight = x.view_as(x), weight.view_as(weight)  # without views, dweight would have a part through x
-            loss_sum = linear_cross_entropy(x, weight, targets, ctx.ignore_index, fp8=False)
+            loss_sum = linear_cross_entropy(x, weight, targets, ctx.ignore_index)
             leaves = [tensor for tensor in (x, weight) if tensor.requires_grad]
             gradients = iter(torch.autograd.grad(loss_sum, leaves, dout, create_graph=True))
             return *(next(gradients) if tensor.requires_grad else None for tensor in (x, weight)), None, None
@@ -51,17 +52,26 @@ class LinearCrossEntropy(torch.autograd.Function):
         return scale_gradient(dx, dout * not_ignored, x.dtype), scale_gradient(dweight, dout, x.dtype), None, None
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, fp8: bool) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, fp8: bool = False, softcap: float | None = None
+) -> Tensor:
     """Compute what LinearCrossEntropy computes, with PyTorch's own derivative. torch.compile fuses it into one pass."""
     logits = logits_in_fp8(x, weight, targets, ignore_index) if fp8 else F.linear(x, weight)
-    logits = logits.to(torch.promote_types(x.dtype, torch.float32))
+    logits = cap_logits(logits.to(torch.promote_types(x.dtype, torch.float32)), softcap)
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
 
 
-def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, fp8: bool = False) -> Tensor:
+def loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -1,
+    fp8: bool = False,
+    softcap: float | None = None,
+) -> Tensor:
     x, targets = x.flatten(0, -2), targets.flatten()
-    if fp8 or torch.compiler.is_compiling():
-        loss_sum = linear_cross_entropy(x, weight, targets, ignore_index, fp8)
+    if fp8 or softcap is not None or torch.compiler.is_compiling():
+        loss_sum = linear_cross_entropy(x, weight, targets, ignore_index, fp8, softcap)
     else:
         loss_sum = LinearCrossEntropy.apply(x, weight, targets, ignore_index)
     return loss_sum / (targets != ignore_index).sum().clamp(min=1)

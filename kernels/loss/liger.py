@@ -30,7 +30,13 @@ def detail(**inputs: Any) -> str:
 
 
 def compute_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, x_multiples: int
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    gradients: bool,
+    x_multiples: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does.
 
@@ -41,6 +47,8 @@ def compute_loss(
     options = {"ignore_index": ignore_index, "reduction": "sum", "accum_dtype": torch.float32}
     if x_multiples != 1:  # older versions lack the option
         options["chunk_mem_const"] = x_multiples
+    if softcap is not None:
+        options["softcap"] = softcap
     with torch.no_grad():  # Liger overwrites the logits only under no_grad, as inside an autograd.Function
         x, weight = (tensor.detach().requires_grad_(gradients) for tensor in (x, weight))
         loss_sum, *_, dx, dweight, _ = fused_linear_cross_entropy_forward(x, weight, targets, **options)
@@ -57,5 +65,5 @@ linear_cross_entropy = custom_op(
 )
 
 
-def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
-    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, 1)  # Liger's default
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, softcap: float | None = None) -> Tensor:
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, 1, softcap)  # 1: Liger's default

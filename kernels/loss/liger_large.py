@@ -17,6 +17,6 @@ def unavailable(device: torch.device) -> str | None:
     return package_unavailable("liger-kernel>=0.8.5", f"{module}._CHUNK_MEM_CONST") or gpu_unavailable(device)
 
 
-def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, softcap: float | None = None) -> Tensor:
     x_multiples = max(1, LOGITS_BYTES // (x.numel() * x.element_size()))
-    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, x_multiples)
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, x_multiples, softcap)

@@ -38,7 +38,7 @@ from kernels.fp8 import E5M2, X_SCALE, gradient_scale, product
 from kernels.gpu import check_dtypes
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.loss import LOGITS_SCALE, _exponentials, _in_forward
+from kernels.loss import LOGITS_SCALE, _exponentials, _in_forward, softcap_argument
 from kernels.loss._softmax import cross_entropy_kernel, dlogits_fp8_kernel, scale_kernel
 from kernels.loss._unnormalised import unnormalised_gradient
 from kernels.quantize import candidates as quantize_candidates
@@ -78,20 +78,34 @@ def softmax_launch(V: int) -> dict[str, int]:
 
 
 def cross_entropy_(
-    logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, write: bool, shifts: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    ignore_index: int,
+    write: bool,
+    shifts: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
-    """Write the losses (n,) in fp32 of contiguous logits (n, V).
+    """Write the losses (n,) in fp32 of contiguous logits (n, V), which are capped if `softcap` is given.
 
     If write is True, also overwrite the logits with the gradient of the sum of the losses. If `shifts` is given, (n,)
     fp32, dlogits_in_fp8() can compute the gradient from what is written there.
     """
     V = logits.shape[1]
     launch = launch_parameters("cross_entropy", f"{V} {logits.dtype}", softmax_launch(V), logits.device)
-    cross_entropy_kernel[(len(logits),)](logits, targets, losses, shifts, ignore_index, V=V, WRITE=write, **launch)
+    cross_entropy_kernel[(len(logits),)](
+        logits, targets, losses, shifts, ignore_index, V=V, WRITE=write, SOFTCAP=softcap, **launch
+    )
 
 
 def dlogits_in_fp8(
-    logits: Tensor, targets: Tensor, shifts: Tensor, scale: Tensor, columns: Tensor, ignore_index: int
+    logits: Tensor,
+    targets: Tensor,
+    shifts: Tensor,
+    scale: Tensor,
+    columns: Tensor,
+    ignore_index: int,
+    softcap: float | None,
 ) -> Tensor:
     """Return the gradient of contiguous logits (N, V) in e5m2 by rows, and write it by columns into columns[:, :N].
 
@@ -111,6 +125,7 @@ def dlogits_in_fp8(
         N=N,
         all_rows=columns.stride(0),
         V=V,
+        SOFTCAP=softcap,
         **launch,
     )
     return rows
@@ -123,15 +138,21 @@ def chunk_tokens(kernel: str, x: Tensor, V: int, logits_bytes: int) -> int:
 
 
 def compute_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    gradients: bool,
+    whole: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses in fp32, and its gradients, for x (N, C), weight (V, C) and targets (N,).
 
     dx has the dtype of x, and dweight is in fp32. If gradients is False, they are empty. If whole is True, all tokens
     are one chunk.
     """
-    exponentials = _exponentials.exponentials if x.dtype == torch.bfloat16 else None
-    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, whole, exponentials=exponentials)
+    options = {"exponentials": _exponentials.exponentials if x.dtype == torch.bfloat16 else None, "softcap": softcap}
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, whole, **options)
 
 
 def linear_cross_entropy_in_chunks(
@@ -144,13 +165,14 @@ def linear_cross_entropy_in_chunks(
     *,
     cross_entropy: Callable = cross_entropy_,
     exponentials: Callable | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute linear_cross_entropy(), a chunk of tokens at a time.
 
     `cross_entropy` is cross_entropy_() or a function like it. With `exponentials`, unnormalised_gradient() takes its
-    place where gradients are needed.
+    place where gradients are needed. They must take `softcap` if it is not None.
     """
-    N, V = len(x), len(weight)
+    N, V, cap = len(x), len(weight), softcap_argument(softcap)
     chunk = N if whole else chunk_tokens("linear_cross_entropy", x, V, LOGITS_BYTES)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
     _, dx, dweight = empty_outputs(x, weight, targets, ignore_index, gradients)
@@ -161,11 +183,18 @@ def linear_cross_entropy_in_chunks(
         dlogits = buffer[: len(x_chunk)]
         if gradients and exponentials:
             x_chunk, scales = unnormalised_gradient(
-                x_chunk, weight, targets[tokens], losses[tokens], ignore_index, out=dlogits, exponentials=exponentials
+                x_chunk,
+                weight,
+                targets[tokens],
+                losses[tokens],
+                ignore_index,
+                dlogits,
+                exponentials=exponentials,
+                **cap,
             )
         else:
             torch.mm(x_chunk, weight.T, out=dlogits)
-            cross_entropy(dlogits, targets[tokens], losses[tokens], ignore_index, gradients)
+            cross_entropy(dlogits, targets[tokens], losses[tokens], ignore_index, gradients, **cap)
         if not gradients:
             continue
         torch.mm(dlogits, weight, out=dx[tokens])
@@ -197,7 +226,12 @@ def empty_outputs(
 
 
 def compute_loss_in_fp8(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    gradients: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Like linear_cross_entropy() in chunks, with the products in fp8."""
     N, V = len(x), len(weight)
@@ -214,12 +248,14 @@ def compute_loss_in_fp8(
     for start in range(0, N, chunk):
         tokens, in_group = slice(start, start + chunk), start % group
         logits = product(x_rows[tokens], weight_rows, (x_unit, weight_unit), x.dtype, fast=False)
-        cross_entropy_(logits, targets[tokens], losses[tokens], ignore_index, False, shifts[tokens])
+        cross_entropy_(logits, targets[tokens], losses[tokens], ignore_index, False, shifts[tokens], softcap)
         if not gradients:
             continue
         if in_group == 0:
             columns = empty_fp8(V, min(group, N - start), E5M2, x.device)
-        rows = dlogits_in_fp8(logits, targets[tokens], shifts[tokens], scale, columns[:, in_group:], ignore_index)
+        rows = dlogits_in_fp8(
+            logits, targets[tokens], shifts[tokens], scale, columns[:, in_group:], ignore_index, softcap
+        )
         del logits
         dx[tokens] = product(rows, weight_columns, (unit, weight_unit), x.dtype)
         del rows
@@ -251,17 +287,24 @@ linear_cross_entropy_fp8 = custom_op(
 )
 
 
-def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, fp8: bool = False) -> Tensor:
+def loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -1,
+    fp8: bool = False,
+    softcap: float | None = None,
+) -> Tensor:
     check_dtypes("loss", x, weight, fp8=fp8)
     if fp8:
-        return apply_to_rows(linear_cross_entropy_fp8, x, weight, targets, ignore_index)
-    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False)  # whole=False: in chunks
+        return apply_to_rows(linear_cross_entropy_fp8, x, weight, targets, ignore_index, softcap)
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False, softcap)  # in chunks, not whole
 
 
 def apply_to_rows(op: Callable, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, *options: Any) -> Tensor:
     """Call `op` with x as (N, C) and return the mean loss. `op` computes gradients only if autograd will need them.
 
-    `options` are further arguments of `op`: `whole` for linear_cross_entropy(), none for other operators.
+    `options` are further arguments of `op`, such as `whole` and `softcap` of linear_cross_entropy().
     """
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     x, targets = x.reshape(-1, x.shape[-1]).contiguous(), targets.reshape(-1)

@@ -16,6 +16,6 @@ from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.loss.triton import RUNS, apply_to_rows, detail, linear_cross_entropy  # noqa: F401
 
 
-def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, softcap: float | None = None) -> Tensor:
     check_dtypes("loss", x, weight)
-    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, True)  # whole=True: one chunk
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, True, softcap)  # whole: one chunk

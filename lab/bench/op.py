@@ -32,7 +32,7 @@ from runtime.timing import time_in_turns
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ERROR_ROWS = 4096  # rows that are compared with float64, at most
 ERROR_QUERIES = 16  # queries of attention that are compared: T x T scores in float64 would fill any memory
-OPTIONAL = ("window", "starts", "lengths", "fp8")  # arguments that a backend may lack
+OPTIONAL = ("window", "starts", "lengths", "fp8", "softcap")  # arguments that a backend may lack
 UNITS = {"bytes": ("tb_per_s", 2), "flops": ("tflops", 0)}  # the contract's BOUND -> key in a row, digits in a table
 
 

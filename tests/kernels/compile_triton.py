@@ -60,6 +60,7 @@ NEWER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 SHARED = {capability: 1024 * kilobytes for capability, (kilobytes, _) in GPUS.items()}  # bytes, for one program
 MATMUL = dict.fromkeys(SHARED, "mma.sync") | {90: "wgmma", 100: "tcgen05.mma"}  # the instruction of a matmul
 TENSOR_MEMORY = 512  # columns that a program may use on 10.0; other GPUs have none
+SOFTCAPS = None, 30.0  # of the logits: without a cap, and Gemma 2's
 GPU = torch.device("cuda", 0)  # not here: torch.cuda.get_device_capability is replaced
 compiled: set[str] = set()  # the names of the kernels that compile_binary() has compiled
 
@@ -152,9 +153,9 @@ def main(capability: int) -> None:
                 f"rms_norm forward {name}", norm._norm_fwd_kernel, capability, types, HAS_RESIDUAL=True, **launch
             )
     types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "shifts_ptr": "*fp32"}
-    compile_kernel(
-        "loss", loss.cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.softmax_launch(50304)
-    )
+    for softcap in SOFTCAPS:
+        launch = {"V": 50304, "WRITE": True, "SOFTCAP": softcap, **loss.softmax_launch(50304)}
+        compile_kernel(f"loss{capped(softcap)}", loss.cross_entropy_kernel, capability, types, **launch)
     scaling = compile_kernel("loss, scale", loss.scale_kernel, capability, {"factor_ptr": "*fp32"}, BLOCK=4096)
     assert all(word in scaling for word in ("ld.global.v4", "st.global.v4"))
     compile_sums_and_adamw(capability)
@@ -228,15 +229,19 @@ def compile_exponentials(capability: int, tma: bool, build: Callable) -> None:
     launch = loss_exponentials.default_launch(torch.bfloat16, tma)
     n, f, c, width = tile_sizes(launch)
     matrices = {"x": (n, c), "w": (f, c), "p": (n, width)}
-    for partial in (False, True):
-        build("loss, exponentials", loss_exponentials._cross_entropy_exp_kernel, launch, matrices, PARTIAL=partial)
+    for partial, softcap in itertools.product((False, True), SOFTCAPS):
+        name, constants = f"loss, exponentials{capped(softcap)}", {"PARTIAL": partial, "SOFTCAP": softcap}
+        build(name, loss_exponentials._cross_entropy_exp_kernel, launch, matrices, **constants)
     types = dict.fromkeys(("target_logits_ptr", "sums_ptr", "losses_ptr", "scales_ptr"), "*fp32")
     types |= {"targets_ptr": "*i64"}
-    for name, kernel, size in (
-        ("shift", loss_unnormalised._cross_entropy_shift_kernel, {"ROWS": 4, "BLOCK": 1024}),
-        ("finish", loss_unnormalised._cross_entropy_finish_kernel, {"ROWS": 16, "BLOCK": 64}),
-    ):
-        compile_kernel(f"loss, {name}", kernel, capability, types, **size)
+    shift = "shift", loss_unnormalised._cross_entropy_shift_kernel, {"ROWS": 4, "BLOCK": 1024}
+    finish = "finish", loss_unnormalised._cross_entropy_finish_kernel, {"ROWS": 16, "BLOCK": 64}
+    for (name, kernel, size), softcap in itertools.product((shift, finish), SOFTCAPS):
+        compile_kernel(f"loss, {name}{capped(softcap)}", kernel, capability, types, SOFTCAP=softcap, **size)
+
+
+def capped(softcap: float | None) -> str:
+    return "" if softcap is None else ", capped"
 
 
 def tile_sizes(launch: dict) -> tuple[int, int, int, int]:
@@ -353,7 +358,7 @@ def compile_fp8(capability: int) -> None:
             e5m2 | {"a_ptr": "*fp8e4nv"},
             {"BACKWARD": True, "SCALE": 4.0},
         ),
-        ("dlogits to fp8", loss.dlogits_fp8_kernel, e5m2, {}),
+        *[(f"dlogits to fp8{capped(cap)}", loss.dlogits_fp8_kernel, e5m2, {"SOFTCAP": cap}) for cap in SOFTCAPS],
     ]
     maxima = compile_kernel("maxima", quantize._maxima_kernel, capability, numbers, **quantize.MAXIMA_LAUNCH)
     assert "ld.global.v4" in maxima

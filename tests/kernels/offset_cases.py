@@ -162,7 +162,16 @@ def cross_entropy(before):
     logits, losses = after(before(65536), half(1, 65536)), torch.empty(before(65536) + 1)
     tensors = {"logits_ptr": logits, "targets_ptr": after(before(65536), torch.tensor([65535])), "losses_ptr": losses}
     tensors |= {"shifts_ptr": torch.empty_like(losses)}
-    launch(_softmax.cross_entropy_kernel, (len(logits),), **tensors, V=65536, BLOCK_V=8192, WRITE=True, ignore_index=-1)
+    launch(
+        _softmax.cross_entropy_kernel,
+        (len(logits),),
+        **tensors,
+        V=65536,
+        BLOCK_V=8192,
+        WRITE=True,
+        SOFTCAP=None,
+        ignore_index=-1,
+    )
     return logits[-1], losses[-1], tensors["shifts_ptr"][-1]
 
 
@@ -173,7 +182,17 @@ def dlogits_in_fp8(before):
     targets, shifts = after(before(1024), torch.arange(128) + 900), after(before(1024), randn(128, seed=1))
     tensors = {"logits_ptr": logits, "targets_ptr": targets, "shifts_ptr": shifts, "rows_ptr": rows}
     tensors |= {"columns_ptr": columns, "scale_ptr": torch.full((1,), 2.0)}
-    launch(_softmax.dlogits_fp8_kernel, (programs,), **tensors, N=N, V=V, all_rows=N, ignore_index=-1, **sizes)
+    launch(
+        _softmax.dlogits_fp8_kernel,
+        (programs,),
+        **tensors,
+        N=N,
+        V=V,
+        all_rows=N,
+        SOFTCAP=None,
+        ignore_index=-1,
+        **sizes,
+    )
     return rows[-128:, -64:], columns[-64:, -128:]
 
 

@@ -152,6 +152,9 @@ def test_the_message_of_a_wrong_shape():
         "loss: targets has the shape (2, 6), and must have (...) = (2, 5) to fit the arguments before it: "
         "see kernels/loss/__init__.py"
     )
+    for softcap in (0.0, -30.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=rf"^loss: softcap={softcap} must be a positive number: see kernels/loss"):
+            op("loss", "eager")(x, weight, targets[:, :5], softcap=softcap)
     x = torch.randn(1, 7, 4, 16)
     starts = {"starts": torch.zeros(1, 7, dtype=torch.int32)}
     for q, k, options, message in [

@@ -86,22 +86,23 @@ def test_bench_attention_fills_the_table(filled, called, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_auto_takes_another_backend_where_the_fastest_refuses(filled, compiled, monkeypatch):
-    """gluon takes no cache, and its loss no odd vocabulary. The row then names what runs instead."""
+    """gluon takes no cache, and its loss no odd vocabulary and no cap. The row then names what runs instead."""
     entries = {
         "attention causal float32 64 x1": {"parameters": {"64": "gluon"}},
         "loss float32": {"parameters": {"64": "gluon"}},
     }
     entries["attention causal decode float32 64 x1"] = {"parameters": {"64": "sdpa"}}
     write_table(table_paths(CPU)[0], entries)
-    for op in ("attention", "loss"):
+    for op, changes in (("attention", {}), ("loss", {"vocab": 50}), ("loss", {"vocab": 64, "softcap": 5.0})):
         monkeypatch.setattr(backend(op, "gluon"), "unavailable", lambda device: None)
         function = load(op, "auto", CPU)
         function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
-        shapes = {"attention": {"shape": (1, 8, 2, 64), "keys": 20}, "loss": {"shape": (3, 64), "vocab": 50}}
-        inputs, impl = contract(op).inputs(**shapes[op], **FLOAT), {"attention": "sdpa", "loss": "eager"}[op]
+        shapes = {"attention": {"shape": (1, 8, 2, 64), "keys": 20}, "loss": {"shape": (3, 64)}}
+        sizes = shapes[op] | changes
+        inputs, impl = contract(op).inputs(**sizes, **FLOAT), {"attention": "sdpa", "loss": "eager"}[op]
         expected = getattr(backend(op, impl), op)(**inputs)
         torch.testing.assert_close(function(**inputs), expected, rtol=1e-6, atol=1e-6)
-        assert describe(op, "auto", **shapes[op], **FLOAT).startswith(f"auto ({impl}")
+        assert describe(op, "auto", **sizes, **FLOAT).startswith(f"auto ({impl}")
 
 
 def test_a_window_inside_documents_is_measured_separately(filled):
@@ -139,7 +140,7 @@ def test_an_op_takes_the_backend_of_the_nearest_width(filled_ops, compiled, monk
     """Widths 64 and 256 were measured. The border is 128, their geometric mean."""
     marks = {"eager": 1.0, "torch_chunked": 2.0}
     for impl, mark in marks.items():
-        monkeypatch.setattr(backend("loss", impl), "loss", lambda x, *_, mark=mark, **more: x.sum() * mark)
+        monkeypatch.setattr(backend("loss", impl), "loss", lambda x, *_, ignore_index, mark=mark: x.sum() * mark)
     loss = load("loss", "auto", CPU)
     function = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
     for width, impl in ((8, "eager"), (128, "eager"), (129, "torch_chunked"), (2048, "torch_chunked")):
@@ -247,6 +248,14 @@ def test_projections_of_two_widths_take_the_first_backend_that_takes_both(tables
 
         monkeypatch.setattr(backend("linear", "triton"), "refusal", refusal, raising=False)
         assert load_ops(*groups, "fp32", CPU).linear.__module__ == f"kernels.linear.{impl}"
+
+
+def test_auto_takes_eager_for_a_model_with_a_cap_that_the_fastest_lacks(filled_ops, monkeypatch):
+    write_table(table_paths(CPU)[0], {"loss float32": {"parameters": {"64": "torch_chunked"}}})
+    for softcap, impl in ((None, "torch_chunked"), (30.0, "eager")):
+        groups = replace(TINY, logit_softcap=softcap), KernelsConfig(loss="auto"), AttnConfig("sdpa"), "fp32"
+        assert load_ops(*groups, CPU).loss.__module__ == f"kernels.loss.{impl}"
+        assert executed_kernels(*groups, (1, 8), CPU)["loss"].startswith(f"auto ({impl}")
 
 
 def test_a_dtype_without_a_measurement_is_refused_before_the_model_is_built(filled_ops, hotswap, monkeypatch):

@@ -297,7 +297,7 @@ COMPILED = {  # every case of an op that is not in the table
     "mlp": ["non_contiguous", "no_bias", "fp8", "relu2"],
     "glu": ["non_contiguous", "bias", "fp8"],
     "rope": ["non_contiguous", "80", "positions_of_sequences"],
-    "loss": ["non_contiguous", "some_ignored", "all_ignored", "fp8"],
+    "loss": ["non_contiguous", "some_ignored", "all_ignored", "fp8", "softcap", "softcap_fp8"],
 }
 
 

@@ -32,7 +32,7 @@ CASES = {  # small, because opcheck calls an op about ten times; every case of a
     "mlp": ["one_row", "no_bias", "fp8", "relu2", "relu2_fp8"],
     "glu": ["one_row", "bias", "fp8"],
     "rope": ["80", "norm"],
-    "loss": ["some_ignored", "768", "fp8"],  # Gluon takes no vocabulary of 257
+    "loss": ["some_ignored", "768", "fp8", "softcap"],  # Gluon takes no vocabulary of 257
     "muon": ["wide"],
 }
 WITH_CASES = [(op, impl, case) for op in OPS for impl in impls(op) for case in CASES.get(op, contract(op).CASES)]

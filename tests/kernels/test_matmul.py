@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from kernels import matmul
+from kernels.loss import cap_logits
 from kernels.loss._exponentials import exponentials
 from kernels.loss._unnormalised import HEADROOM_BITS
 from kernels.tuned import override_tables
@@ -96,16 +97,22 @@ def test_the_sum_of_qkvs_gradient_keeps_an_h200_busy():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "V", "C"), SIZES)
-def test_exponentials(N, V, C, dtype):
-    """An error in a logit is a factor of its exponential, so the bound on a sum of products bounds the ratio."""
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_exponentials(N, V, C, dtype, softcap):
+    """An error in a logit is a factor of its exponential, so the bound on a sum of products bounds the ratio.
+
+    The sums are those of the exponentials before they are multiplied by the slope of the cap. The slope is at most 1.
+    """
     x, w = randn(N, C, dtype=dtype) / 8, randn(V, C, dtype=dtype, seed=1) / 8
     shifts = randn(N, dtype=torch.float32, seed=2)
     p = torch.full((N, V), torch.nan, dtype=dtype, device=DEVICE)
-    sums = exponentials(x, w, shifts - HEADROOM_BITS.value, p)
+    sums = exponentials(x, w, shifts - HEADROOM_BITS.value, p, softcap)
     size = x.double().abs() @ w.double().abs().T + shifts.double().abs()[:, None]
-    exact = torch.exp2(x.double() @ w.double().T * LOG2E - shifts.double()[:, None])
+    logits = cap_logits(x.double() @ w.double().T, softcap)
+    slope = 1 - (logits / softcap).square() if softcap else 1
+    exact = torch.exp2(logits * LOG2E - shifts.double()[:, None])
     bound = (C + 8) * torch.finfo(torch.float32).eps * (1 + size)
-    assert ((p.double() / exact - 1).abs() <= bound + torch.finfo(dtype).eps).all()
+    assert ((p.double() / exact - slope).abs() <= bound + torch.finfo(dtype).eps).all()
     assert ((sums.double().sum(0) / exact.sum(1) - 1).abs() <= bound.amax(1) + V * torch.finfo(torch.float32).eps).all()
 
 

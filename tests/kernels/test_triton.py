@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from triton.language import constexpr
 
 from kernels.check import exact_results
+from kernels.loss import cap_logits
 from kernels.registry import AttnConfig, KernelsConfig, Unavailable, contract, load, missing_argument
 from kernels.tuned import override_tables
 from lab.report import compiled_table
@@ -485,8 +486,11 @@ def test_inputs_that_the_mlp_in_gluon_takes(refusal, changed):
             assert load_without_gpu("mlp", "gluon")(x, *weights, fp8=case["fp8"]).shape == x.shape
 
 
-@pytest.mark.parametrize(("scale", "bits"), [(1.0, None), (40.0, None), (60.0, 145)])
-def test_loss_from_unnormalised_exponentials(scale, bits):
+@pytest.mark.parametrize(
+    ("scale", "bits", "softcap"),
+    [(1.0, None, None), (40.0, None, None), (60.0, 145, None), (1.0, None, 1.0), (40.0, None, 15.0), (90.0, 145, 90.0)],
+)
+def test_loss_from_unnormalised_exponentials(scale, bits, softcap):
     """The kernels of loss/_unnormalised.py, before and after the matmul, with the matmul and its epilogue in PyTorch.
 
     With large logits some totals are too large, and the last kernel computes these rows again. If `bits` is given, the
@@ -497,28 +501,32 @@ def test_loss_from_unnormalised_exponentials(scale, bits):
     N, V, C = 37, 136, 72
     inputs = contract("loss").inputs((N, C), vocab=V, scale=scale, dtype=torch.float32, device=device)
     x, weight, targets = inputs["x"].detach(), inputs["weight"].detach(), inputs["targets"]
-    logits = x.double() @ weight.double().T
+    uncapped = x.double() @ weight.double().T
+    logits = cap_logits(uncapped, softcap)
+    slope = 1 - (logits / softcap).square() if softcap else torch.ones_like(logits)
     if bits:
         targets = (logits.logsumexp(1, keepdim=True) - logits - bits * math.log(2)).abs().argmin(1)
     targets[3], targets[5] = -1, V + 7
-    target_logits = kernel.target_logits(x, weight, targets, ignore_index=-1)
+    target_logits = kernel.target_logits(x, weight, targets, ignore_index=-1, softcap=softcap)
     right = torch.arange(N, device=device) != 5
     picked = logits.gather(1, targets.clamp(0, V - 1)[:, None]).squeeze(1) * math.log2(math.e)
     torch.testing.assert_close(target_logits[right], picked.where(targets != -1, math.inf)[right].float())
     p = torch.exp2(logits.float() * math.log2(math.e) - (target_logits[:, None] + kernel.HEADROOM_BITS.value))
-    assert bool((p.sum(1) > kernel.LARGEST.value).any()) == (scale > 1)
+    # with a cap of 15, no loss is above 30 + ln(136) = 35 nats
+    assert bool((p.sum(1) > kernel.LARGEST.value).any()) == (scale > 1 and softcap != 15)
     sums = torch.stack([part.sum(1) for part in p.split(128, 1)])
+    p = p * slope.float()
     losses = torch.empty(N, device=device)
     scaled_x, scales = kernel.unnormalised_gradient(
-        x, weight, targets, losses, ignore_index=-1, out=p, exponentials=lambda *_: sums
+        x, weight, targets, losses, ignore_index=-1, out=p, exponentials=lambda *_, **cap: sums, softcap=softcap
     )
     exact = torch.nn.functional.cross_entropy(logits[right], targets[right], ignore_index=-1, reduction="none")
-    rounding = 2**-20 * max(kernel.HEADROOM_BITS.value, logits.abs().max().item())  # of sums of 72 products in fp32
+    rounding = 2**-20 * max(kernel.HEADROOM_BITS.value, uncapped.abs().max().item())  # of sums of 72 products in fp32
     torch.testing.assert_close(losses[right].double(), exact, rtol=0, atol=rounding)
     assert losses[5].isnan()
     onehot = torch.nn.functional.one_hot(targets.clamp(0, V - 1), V)
     softmax = logits.softmax(1) * (targets != -1)[:, None]
-    dlogits = softmax - onehot * (targets != -1)[:, None]  # far smaller than softmax at some targets
+    dlogits = (softmax - onehot * (targets != -1)[:, None]) * slope  # far smaller than softmax at some targets
     got = scales.double() * p.double()
     assert ((got - dlogits).abs() <= 4 * rounding * softmax + 1e-6)[right].all()
     torch.testing.assert_close(scaled_x, scales * x)

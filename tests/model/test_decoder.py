@@ -439,6 +439,7 @@ def test_a_launch_after_logits_that_are_not_finite_begins_with_an_id(monkeypatch
         ({"norm": "rmsnorm"}, r"model\.norm=rmsnorm"),
         ({"norm_eps": 1e-6}, r"model\.norm_eps=1e-06"),
         ({"pos": "rope", "rope_theta": 500.0}, r"model\.rope_theta=500"),
+        ({"logit_softcap": 5}, r"model\.logit_softcap=5"),
         ({"head_dim": 8, "norm": "rmsnorm"}, r"model\.norm=rmsnorm and model\.head_dim=8"),
     ],
     ids=str,

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from kernels.attention import document_starts
+from kernels.cache import Cache
 from kernels.compat import TorchDispatchMode
 from kernels.registry import (
     AttnConfig,
@@ -32,6 +33,7 @@ from model.config import GPTConfig
 from model.decoder import Decoder
 from model.executed import call_shapes
 from model.gpt import GPT
+from model.step import load_ops
 from runtime.config import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -97,10 +99,11 @@ def gradients(model, loss):
 
 
 NORMS = {"norm": "layernorm", "norm_eps": 0.1}, {"norm": "rmsnorm"}, {"norm": "rmsnorm", "norm_eps": 0.1}
+CAPPED = {"logit_softcap": 0.5}  # less than half of the largest logit of gpt()
 
 
 @pytest.mark.parametrize(
-    ("attn", "changes"), [(attn, {}) for attn in impls("attention")] + [("sdpa", c) for c in NORMS]
+    ("attn", "changes"), [(attn, {}) for attn in impls("attention")] + [("sdpa", c) for c in (*NORMS, CAPPED)]
 )
 def test_equals_hugging_face(attn, changes):
     """Logits, loss and every gradient against Hugging Face in float64: at most twice the error of its own float32."""
@@ -110,6 +113,9 @@ def test_equals_hugging_face(attn, changes):
     def theirs(dtype):
         reference = hugging_face(model).to(dtype)
         logits = reference(idx).logits
+        if cap := model.config.logit_softcap:
+            assert logits.abs().max() > 2 * cap
+            logits = cap * torch.tanh(logits / cap)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return {"logits": logits.detach(), "loss": loss.detach(), **gradients(reference, loss)}
 
@@ -195,7 +201,35 @@ def test_documents_in_one_sequence_have_their_own_logits(attn):
 def test_an_argument_that_attention_lacks_is_refused_by_name():
     plain = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False)
     with pytest.raises(Unavailable, match=r"attention=eager cannot run this: .* takes no wings .*choose attn="):
-        resolve(plain, AttnConfig("eager"), torch.device("cpu"), ["window", "wings"])
+        resolve(plain, AttnConfig("eager"), torch.device("cpu"), {"attention": ["window", "wings"]})
+
+
+def test_a_model_with_a_soft_cap_needs_a_loss_that_takes_one(monkeypatch):
+    """The registry names those that do. In fp8 the loss must take both arguments."""
+    config, cpu = replace(SMALL, logit_softcap=30), torch.device("cpu")
+    for impl in ("torch_chunked", "liger"):
+        monkeypatch.setattr(backend("loss", impl), "unavailable", lambda device: None)
+    message = r"^loss=torch_chunked cannot run this: .* takes no softcap \(kernels/loss/__init__\.py\): choose "
+    message += r"kernels\.loss=auto, eager, liger, liger_large, triton, triton_whole$"
+    with pytest.raises(Unavailable, match=message):
+        load_ops(config, KernelsConfig(loss="torch_chunked"), AttnConfig("eager"), "fp32", cpu)
+    with pytest.raises(Unavailable, match=r"^loss=liger cannot run this: .* takes no fp8 .*=auto, eager, triton$"):
+        load_ops(config, KernelsConfig(loss="liger"), AttnConfig("eager"), "fp8", cpu)
+    load_ops(config, KernelsConfig(loss="liger"), AttnConfig("eager"), "bf16", cpu)
+
+
+def test_the_logits_of_a_step_with_a_cache_are_capped():
+    capped, plain = gpt(replace(SMALL, **CAPPED)), gpt()
+    idx, cap = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(1)), CAPPED["logit_softcap"]
+    results = []
+    for model in (capped, plain):
+        keys = [torch.zeros(2, 10, SMALL.kv_heads, SMALL.head_size) for _ in range(2 * SMALL.n_layer)]
+        cache = Cache(list(zip(keys[::2], keys[1::2], strict=True)), 9)
+        results.append([model(idx, cache=cache)])
+        step = cache._replace(keys=10, positions=torch.full((2,), 9))
+        results[-1].append(model.forward(idx[:, :1], cache=step))
+    for got, uncapped in zip(*results, strict=True):
+        torch.testing.assert_close(got, cap * torch.tanh(uncapped / cap))
 
 
 def test_kernels_fp8_names_the_ops_in_fp8():
@@ -577,6 +611,10 @@ def test_amp_keeps_the_stream_in_fp32():
         ({"pos": "alibi"}, r"model.pos=alibi: choose learned or rope"),
         ({"dropout": 1.0}, r"model.dropout=1.0: it must be in \[0, 1\)"),
         ({"head_dim": 0}, r"model.head_dim=0: it must be from 1 to 65,536, or null"),
+        ({"logit_softcap": 0.0}, r"model.logit_softcap=0.0: it must be a positive number, or null"),
+        ({"logit_softcap": -30}, r"model.logit_softcap=-30: it must be a positive number, or null"),
+        ({"logit_softcap": float("inf")}, r"model.logit_softcap=inf: it must be a positive number, or null"),
+        ({"logit_softcap": "30"}, r"model.logit_softcap=30: its type must be float \| None"),
         ({"rope_theta": 1.0}, r"model.rope_theta=1.0: it must be in \(1, 1e12\)"),
         ({"norm": "batchnorm"}, r"model.norm=batchnorm: choose layernorm or rmsnorm"),
         ({"norm_eps": 0.0}, r"model.norm_eps=0.0: it must be in \(0, 1\)"),

@@ -24,7 +24,10 @@ from tests.model.test_gpt import SMALL, gpt, hugging_face, ops
 
 ROOT = Path(__file__).parents[2]
 # fields that other formats lack
-OURS = "dropout", "n_kv_head", "window", "checkpointing", "keep_attention", "norm", "head_dim", "rope_theta"
+OURS = (
+    *("dropout", "n_kv_head", "window", "checkpointing", "keep_attention"),
+    *("norm", "head_dim", "rope_theta", "rope_scaling", "qk_norm", "mlp", "hidden", "tie_embeddings", "logit_softcap"),
+)
 MODEL = {key: value for key, value in asdict(SMALL).items() if key not in OURS}
 IDX = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")

@@ -280,6 +280,7 @@ def test_no_ckpt_pt_is_left_when_the_disk_is_full(command, monkeypatch):
 def test_a_mistake_prints_one_line(command):
     saved(Path("rope"), gpt(replace(SMALL, pos="rope")))
     saved(Path("norms"), gpt(replace(SMALL, norm="rmsnorm", norm_eps=1e-6)))
+    saved(Path("capped"), gpt(replace(SMALL, logit_softcap=30.0)))
     hugging_face(gpt()).save_pretrained("hf_model")
     Path("file").touch()
     for arguments, message in [
@@ -293,6 +294,7 @@ def test_a_mistake_prints_one_line(command):
             ("checkpoint=norms", "path=x", "format=nanogpt"),
             "has RMSNorm and another epsilon in its norms (norm_eps), which nanogpt's GPT-2 ",
         ),
+        (("checkpoint=capped", "path=x"), "has a soft cap of its logits (logit_softcap), which hf's GPT-2 lacks"),
         (("checkpoint=hf_model", "path=file"), "path=file cannot be written: "),
         (("checkpoint=./none", "path=x"), "./none: there is no such file or folder"),
         (("checkpoint=hf_model", 'path="~nobody-here/x"'), "~nobody-here/x: the home folder of this user is not known"),
