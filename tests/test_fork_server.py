@@ -23,10 +23,11 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("how", ["script", "module", "code"])
+@pytest.mark.parametrize("how", ["script", "module", "code", "safe path"])
 def test_a_program_has_the_arguments_folder_environment_and_streams_of_the_call(fork_server, tmp_path, how):
     (tmp_path / "program.py").write_text(PROGRAM)
-    words = {"script": ["program.py"], "module": ["-m", "program"], "code": ["-c", PROGRAM]}[how]
+    words = {"script": ["program.py"], "module": ["-m", "program"], "code": ["-c", PROGRAM]}
+    words = (words | {"safe path": ["-P", "program.py"]})[how]
     environment = {"PYTHONPATH": "/a:/b", "ONLY": "this"}
     real, quick = (
         subprocess.run(
