@@ -18,7 +18,7 @@ import torch
 from data import open_dataset
 from kernels.names import backend_names, config_groups
 from lab import commands
-from lab.judge import audit, cases
+from lab.judge import audit, cases, sandbox
 from lab.judge.arm import draw_plan, draw_prompts, run_arm
 from lab.judge.audit import needed_states
 from lab.judge.cases import judge_cases
@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A step has two micro-steps of 2,048 tokens. A run has 9 steps, or the file's STEPS. Some cheats wait for so many calls
 SMALL = ["model=tiny", "data.tokenizer=bytes", "train.batch_size=16", "train.block_size=128"]
-SMALL += ["train.tokens_per_step=4096", "model.n_embd=64", "model.n_head=2", "model.n_layer=2"]
+SMALL += ["train.tokens_per_step=4096", "model.n_embd=64", "model.n_head=2", "model.n_layer=1"]
 SMALL += ["train.cuda_graph=false"]  # in a captured step, the Python of a cheat would not run
 SOME_CASES = 2  # of the contract in each precision; the calls of the training come on top
 
@@ -54,8 +54,12 @@ def backends(folder: str) -> list:
 
 
 @pytest.fixture(autouse=True)
-def replay_here(monkeypatch):
-    """The replay imports no backend, so it may run in this process, which saves 4 s of each test."""
+def replay_here(monkeypatch, quick_python):
+    """The replay imports no backend, so it may run in this process, which saves 4 s of each test.
+
+    The workers are forks, which saves 5 s. Their server is in no namespace, so a cheat can do more here than elsewhere.
+    """
+    monkeypatch.setattr(sandbox, "isolation", lambda: sandbox.PROCESSES)
     monkeypatch.setattr(audit, "run_in_process", lambda work, arguments, name: work(*arguments))
     monkeypatch.setattr(cases, "SEARCH_SECONDS", 2)
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32
