@@ -29,7 +29,7 @@ from hydra.core.plugins import Plugins
 
 from runtime.device import select_device
 from runtime.signals import ignore_interrupt
-from tests.fork_server import SELDOM, compose_once, start
+from tests.fork_server import SELDOM, speed_up_hydra, start
 
 # Until the tests are collected. Collections of garbage would take 7 s of their imports' 30 s, and find nothing
 gc.disable()
@@ -37,7 +37,7 @@ gc.disable()
 # The tests run in a process like that of a program: no TF32, and on a GPU the same allocator
 select_device("cpu")
 
-compose_once()
+speed_up_hydra()
 
 
 def read_configs_once() -> None:

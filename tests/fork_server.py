@@ -171,15 +171,18 @@ def run(argv: list[str], folder: str, environment: dict[str, str], files: list[i
         exec(compile(code, file, "exec"), main.__dict__)
 
 
-def compose_once() -> None:
-    """Let a program compose its config once. Hydra also composes it to read hydra.mode, 0.3 s of a quick command."""
+def speed_up_hydra() -> None:
+    """Let a program compose its config once, without copies of all groups. This halves the 0.3 s of a composition."""
     from hydra._internal.hydra import Hydra
+    from hydra.core.config_store import ConfigStore
 
     get_mode = Hydra.get_mode
-    # None means that nobody has set it. The files of configs/sweep set it
+    # Hydra composes the config a first time to read hydra.mode, which only the files of configs/sweep set
     Hydra.get_mode = lambda self, config_name, overrides: (
         get_mode(self, config_name, overrides) if "sweep" in "".join(overrides) else None
     )
+    # Hydra copies what reads configs, with the store, for each composition, and for each group that --help lists
+    ConfigStore.__deepcopy__ = lambda self, copies: self
 
 
 def run_and_exit(**request) -> None:
@@ -225,7 +228,7 @@ if __name__ == "__main__":
     gc.disable()  # collections during these imports take 1 s
     for module in MODULES:
         importlib.import_module(module)
-    compose_once()
+    speed_up_hydra()
     gc.freeze()  # a garbage collection in a fork then passes over these modules
     gc.enable()
     gc.set_threshold(SELDOM)
