@@ -33,10 +33,20 @@ STEP = Path("run/checkpoints/step-000001")
 RAN = Path("ran")
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A folder for the run of all tests, which the first of them trains."""
+    return tmp_path_factory.mktemp("trained") / "run"
+
+
 @pytest.fixture
-def trained(hotswap):
+def trained(hotswap, shared):
     """The folder `run` has the checkpoint STEP."""
-    assert hotswap(*BASE, "train.max_steps=1")[0] == 0
+    if not shared.exists():
+        assert hotswap(*BASE, "train.max_steps=1")[0] == 0
+        shutil.copytree("run", shared, symlinks=True)
+    else:
+        shutil.copytree(shared, "run", symlinks=True)
     shutil.copytree(STEP, "original")
 
 
