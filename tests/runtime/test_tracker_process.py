@@ -418,12 +418,15 @@ def real(monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("hurt", HURTS)
-@pytest.mark.parametrize("victim", ["wandb-core", "tracker_process"])
+@pytest.mark.parametrize(
+    ("victim", "hurt"), [*(("wandb-core", hurt) for hurt in HURTS), ("tracker_process", "full disk")]
+)
 @pytest.mark.parametrize("when", ["training", "finish"])
 def test_a_run_ends_well_when_its_tracker_is_hurt(
     real, hotswap, process, after_step_3, monkeypatch, hurt, victim, when
 ):
+    """The faults of the small package above kill and stop tracker_process in each of its calls."""
+
     def hurt_victim():
         for number in members(process().process.pid, victim):
             HURTS[hurt](number)
