@@ -131,6 +131,7 @@ def lose_the_end(lost_files=()):
         (["train.checkpoint_every=100"], []),  # the last checkpoint is the first one
     ],
 )
+@pytest.mark.usefixtures("quick_python")
 def test_the_end_of_a_run_is_completed_from_its_last_checkpoint(hotswap, monkeypatch, words, lost_files):
     """Also the line of the step in metrics.jsonl, and what the tracker gets."""
     tracked = []
@@ -224,6 +225,7 @@ def test_a_failure_after_the_loop_is_judged_again(hotswap, monkeypatch):
 
 
 @pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.usefixtures("quick_python")
 def test_the_parity_of_a_killed_process_stays(hotswap, is_right):
     """It compares the first steps, which the resumed process does not have. The rest of the proof is made again."""
     settings = [*SETTINGS, "train.sample_tokens=0", "proof=true", "model.dropout=0"]
