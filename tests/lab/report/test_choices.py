@@ -245,7 +245,7 @@ def test_a_backend_that_is_slower_than_eager_has_a_column(tmp_path, results):
     [line] = generation.lines
     assert dict(zip(generation.columns, line.cells, strict=True))["slower than eager"] == "mlp 2.13x"
     slow = next(choice for choice in source.measured_choices if choice.row.get("slower"))
-    assert "slower than eager here: 7.29 ms beside 3.42" in choice_origin(slow).hover
+    assert "slower than eager here: 7.29 ms beside 3.42" in choice_origin(slow).hover.replace("<br>", " ")
     append_rows(results / "h200/train.jsonl", rows)
     head, _, *lines = ([cell.strip() for cell in line.split("|")] for line in throughput("h200").splitlines())
     assert sorted(line[head.index("slower than eager")] for line in lines) == ["", "", "attention 2.13x"]
