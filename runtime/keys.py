@@ -26,6 +26,8 @@ OTHER_NAMES = {
     "n_kv_head": "kv_heads n_kv_heads num_kv_heads num_key_value_heads",
     "n_layer": "layers n_layers num_layers num_hidden_layers depth blocks n_block",
     "head_dim": "head_size d_head kv_channels",
+    "hidden": "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size",
+    "tie_embeddings": "tie_word_embeddings tied_embeddings weight_tying",
     "model.norm": "norm_type normalization layer_norm_type",
     "norm_eps": "rms_norm_eps layer_norm_epsilon layer_norm_eps layernorm_epsilon",
     "rope_theta": "rope_base rotary_base rotary_emb_base",
