@@ -10,9 +10,12 @@ import os
 import torch
 from torch.nn.functional import cross_entropy
 
+from kernels.glu.helion import choose_kernel
 from kernels.loss import _helion as loss
 from kernels.loss.triton import softmax_launch
 from kernels.norm.helion import backward_kernel, forward_kernel
+from kernels.rope import _helion as rope
+from kernels.rope.triton import default_launch
 from tests.kernels.compile_triton import NUMBERS, POINTERS, compile_kernel
 
 ROWS, VOCAB = 1024, 50304
@@ -72,6 +75,23 @@ def compile_loss(rows: int, write: bool) -> None:
     assert ("st.global.v4" in ptx) == write
 
 
+def compile_rope(tokens: int, heads: int = 36, D: int = 64) -> None:
+    launch = default_launch(heads, D // 2)
+    kernel = rope.kernel((launch["BLOCK_T"], launch["BLOCK_H"]), launch["num_warps"])
+    x = torch.empty(tokens, heads, 2, D // 2, dtype=torch.bfloat16)
+    ptx = compile_for_hopper("helion rope", kernel, (x, torch.empty(2, 1024, D // 2), x, 24, 1.0))
+    assert "ld.global.v4" in ptx
+    assert "st.global.v4" in ptx
+
+
+def compile_glu(rows: int, F: int = 1536) -> None:
+    a, h = torch.empty(rows, F, dtype=torch.bfloat16), torch.empty(rows, 2, F, dtype=torch.bfloat16)
+    for name, arguments in (("swiglu_fwd", (h, a)), ("swiglu_bwd", (a, h, h))):
+        ptx = compile_for_hopper(f"helion {name}", choose_kernel(name, a), arguments)
+        assert "ld.global.v4" in ptx
+        assert "st.global.v4" in ptx
+
+
 def run_loss(rows: int, vocab: int) -> None:
     """Compare losses and their sum's gradient with PyTorch's. If there are several rows, the first one is ignored."""
     generator = torch.Generator().manual_seed(rows)
@@ -99,4 +119,7 @@ if __name__ == "__main__":
         compile_norm(2**31 // 768 + 1, 768, torch.bfloat16)
         for write in (True, False):
             compile_loss(ROWS, write)
+        for size in (ROWS, 2**31 // (36 * 64) + 1):
+            compile_rope(size)
+            compile_glu(size)
         compile_loss(2**31 // VOCAB + 1, True)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, silu
 
 from kernels import decode
 from kernels.check import broken_rule
@@ -30,7 +30,7 @@ from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_in
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 WRAPPED = [
-    *[(op, impl) for op in ("norm", "rms_norm") for impl in ("liger", "quack", "helion")],
+    *[(op, impl) for op in ("norm", "rms_norm", "rope", "glu") for impl in ("liger", "quack", "helion")],
     *[("loss", impl) for impl in ("liger", "liger_large", "liger_cute", "helion")],
     ("mlp", "nvmath"),
     ("muon", "gram"),
@@ -41,9 +41,11 @@ CASES = {
     "loss": ["some_ignored", "all_ignored", "non_contiguous", "odd", "softcap"],
     "mlp": ["many_rows", "one_row", "no_bias", "non_contiguous"],
     "muon": ["wide", "tall", "square", "non_contiguous"],
+    "rope": ["64", "80", "one_token", "positions_of_sequences"],
+    "glu": ["many_rows", "one_row", "bias", "non_contiguous"],
 }
 ONE_DTYPE = {  # our kernels do not work in bf16 under TRITON_INTERPRET=1, which the tests set on a CPU
-    **{(op, "helion"): torch.float32 for op in ("norm", "rms_norm")},
+    **{(op, "helion"): torch.float32 for op in ("norm", "rms_norm", "rope", "glu")},
     **{("loss", impl): torch.float32 for impl in ("helion", "liger", "liger_large")},
     ("loss", "liger_cute"): torch.bfloat16,
     ("muon", "gram"): torch.bfloat16,
@@ -174,6 +176,96 @@ def helion_norm_bwd(dy, dstream, stream, weight, mean, rstd, dx, dresidual, dwei
     _rmsnorm_bwd(stream, weight, dy, rstd, dx, dweight, dbias, dstream, dresidual, programs=len(dweight), **options)
 
 
+def rotate_(x, cos, sin, sign):
+    """Rotate x (B, T, heads, D) in place. cos and sin are (1 or B, T, D/2) in fp32."""
+    cos, sin = cos.unsqueeze(2), sign * sin.unsqueeze(2)
+    a, b = x.float().chunk(2, -1)
+    x.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
+
+
+def rope_forward(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None, sign=1):
+    """Like Liger's, overwrite q and k (B, heads, T, D) if their storage is contiguous as (B, T, heads, D)."""
+    assert rotary_dim == q.shape[3] == 2 * cos.shape[-1]
+    q, k = (x.transpose(1, 2).contiguous() for x in (q, k))
+    rotate_(q, cos, sin, sign)
+    rotate_(k, cos, sin, sign)
+    return q.transpose(1, 2), k.transpose(1, 2), cos, sin
+
+
+def rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    return rope_forward(dq, dk, cos, sin, rotary_dim=rotary_dim, sign=-1)[:2]
+
+
+def _resolve_rotary_dim():
+    raise NotImplementedError
+
+
+def _rotary_fwd_out(x, cos, sin, seqlen_offsets, cu_seqlens, out, max_seqlen, interleaved, conjugate):
+    assert (seqlen_offsets, cu_seqlens, interleaved) == (None, None, False)
+    assert x.shape[1] == max_seqlen == len(cos)
+    out.copy_(x)
+    rotate_(out, cos[None], sin[None], -1 if conjugate else 1)
+
+
+def helion_rope(x, table, out, turned, sign):
+    (N, heads, _, half), rows = x.shape, table.shape[1]
+    out.copy_(x)
+    rotate_(out.view(N // rows, rows, heads, 2 * half)[:, :, :turned], *table[:, None], sign)
+
+
+def swiglu_fused_gate_up_forward(y):
+    gate, up = y.chunk(2, 1)
+    return y, (silu(gate.float()) * up).to(y.dtype)
+
+
+def swiglu_fused_gate_up_backward(y, dc, in_place):
+    assert not in_place
+    assert y.is_contiguous()
+    assert dc.is_contiguous()
+    gate, up, dc = *y.float().chunk(2, 1), dc.float()
+    s = gate.sigmoid()
+    return torch.cat((dc * up * s * (1 + gate * (1 - s)), dc * gate * s), 1).to(y.dtype)
+
+
+def helion_swiglu_fwd(h, a):
+    a.copy_(swiglu_fused_gate_up_forward(h.flatten(1))[1])
+
+
+def helion_swiglu_bwd(da, h, dh):
+    dh.copy_(swiglu_fused_gate_up_backward(h.flatten(1), da, in_place=False).view_as(h))
+
+
+class GatedOps:
+    """QuACK's matmuls of a gated MLP. Gate and up are in turns, but W_fc and dW_fc have all rows of the gate first."""
+
+    def matmul_fwd_act(x, w, activation):
+        assert activation == "swiglu"
+        h = x @ w
+        return in_turns(h), swiglu_fused_gate_up_forward(h)[1]
+
+    def matmul_bwd_dact(dy, w, h, activation):
+        assert activation == "swiglu"
+        h = halves(h)
+        dh = swiglu_fused_gate_up_backward(h, dy @ w, in_place=False)
+        return in_turns(dh), swiglu_fused_gate_up_forward(h)[1]
+
+    def matmul_bwd_dx(dh, w):
+        return halves(dh) @ w
+
+    def matmul_bwd_dw1(dh, x):
+        return halves(dh.T).T @ x
+
+    matmul_fwd = matmul_bwd_dw = torch.matmul
+
+
+def in_turns(h):
+    return h.unflatten(1, (2, -1)).mT.flatten(1)
+
+
+def halves(h):
+    return h.unflatten(1, (-1, 2)).mT.flatten(1)
+
+
 class Matmul:
     """nvmath's planned matmul: the operands are fixed in shape, and results are stored by columns."""
 
@@ -269,7 +361,10 @@ def packages(monkeypatch):
         "liger_kernel.ops.utils": (calculate_settings,),
         "liger_kernel.ops.fused_linear_cross_entropy": (fused_linear_cross_entropy_forward,),
         liger_cute.MODULE: (fused_scaled_cross_entropy_forward, fused_scaled_cross_entropy_backward),
+        "liger_kernel.ops.rope": (rope_forward, rope_backward, _resolve_rotary_dim),
+        "liger_kernel.ops.swiglu": (swiglu_fused_gate_up_forward, swiglu_fused_gate_up_backward),
         "quack.rmsnorm": (_rmsnorm_fwd, _rmsnorm_bwd),
+        "quack.rotary": (_rotary_fwd_out,),
         "nvmath.linalg.advanced": (Matmul,),
         "gram_newton_schulz": (GramNewtonSchulz,),
     }.items():
@@ -285,15 +380,23 @@ def packages(monkeypatch):
     norms = {"norm_fwd": helion_norm_fwd, "norm_bwd": helion_norm_bwd}
     norm_kernels = SimpleNamespace(**norms, kernel=lambda function, block_sizes, num_warps: function)
     loss_kernels = SimpleNamespace(kernel=lambda columns, write, num_warps: helion_cross_entropy)
-    for op, kernels in (("norm", norm_kernels), ("loss", loss_kernels)):
+    rope_kernels = SimpleNamespace(kernel=lambda block_sizes, num_warps: helion_rope)
+    swiglus = {"swiglu_fwd": helion_swiglu_fwd, "swiglu_bwd": helion_swiglu_bwd}
+    glu_kernels = SimpleNamespace(**swiglus, kernel=norm_kernels.kernel)
+    all_kernels = {"norm": norm_kernels, "loss": loss_kernels, "rope": rope_kernels, "glu": glu_kernels}
+    for op, kernels in all_kernels.items():
         monkeypatch.setitem(sys.modules, f"kernels.{op}._helion", kernels)
         # if an earlier test has imported the real one, `from kernels.norm import _helion` takes this attribute
         monkeypatch.setattr(contract(op), "_helion", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "quack.mlp", SimpleNamespace(_MLPGatedConcatUntunedOps=GatedOps))
     monkeypatch.setitem(sys.modules, "quack.rmsnorm_config", SimpleNamespace(get_sm_count=lambda N, device: 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("op", "impl", "case"), [(*pair, case) for pair in WRAPPED for case in CASES[pair[0]]])
+@pytest.mark.parametrize(
+    ("op", "impl", "case"),
+    [(*pair, case) for pair in WRAPPED for case in CASES[pair[0]] if (*pair, case) != ("glu", "quack", "bias")],
+)
 def test_a_wrapped_kernel_follows_the_rule(op, impl, case, dtype, packages):
     """Outputs and gradients follow the rule of kernels/check.py, also in one graph of torch.compile."""
     if dtype != ONE_DTYPE.get((op, impl), dtype):
@@ -314,6 +417,20 @@ def test_a_wrapped_kernel_follows_the_rule(op, impl, case, dtype, packages):
 def test_quack_needs_an_even_width_in_16_bits(packages):
     with pytest.raises(Unavailable, match=r"norm=quack needs an even width for 16-bit dtypes, not 769: choose"):
         backend("norm", "quack").norm(**case_inputs("norm", "769", torch.bfloat16, CPU))
+
+
+def test_what_quack_refuses_of_glu_and_rope(packages):
+    for case, reason in (("bias", "no biases"), ("odd", "widths that are multiples of 8, not 65 and 131")):
+        with pytest.raises(Unavailable, match=f"^glu=quack takes {reason}: choose kernels.glu=eager$"):
+            backend("glu", "quack").glu(**case_inputs("glu", case, torch.float32, CPU))
+    with pytest.raises(Unavailable, match=r"^rope=quack takes a multiple of 8 channels a head, .* not 30: choose"):
+        backend("rope", "quack").rope(**case_inputs("rope", "D=30", torch.float32, CPU))
+
+
+@pytest.mark.parametrize("impl", ["liger", "quack", "helion"])
+def test_a_rotation_without_a_norm_says_so(impl, packages):
+    message = rf"^kernels\.rope\.{impl} takes no q_weight \(kernels/rope/__init__\.py\): choose kernels\.rope=.*triton"
+    assert re.match(message, missing_argument(backend("rope", impl).rope, "q_weight", "rope"))
 
 
 def test_nvmath_plans_each_shape_once(packages):
@@ -341,7 +458,7 @@ def test_liger_cute_takes_bfloat16(packages):
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, packages):
     """The message is one line. It names a missing package before a missing GPU."""
     for op, impl in WRAPPED:
-        if (op, impl) not in (("norm", "helion"), ("rms_norm", "helion")):  # they also run in Triton's interpreter
+        if impl != "helion" or op == "loss":  # the others in Helion also run in Triton's interpreter
             assert re.match(r"it needs (an NVIDIA|a Hopper) GPU .*compute capability", unavailable(op, impl, CPU))
     for name in list(sys.modules):
         if name.split(".")[0] in ("liger_kernel", "quack", "nvmath", "helion", "gram_newton_schulz"):
@@ -353,6 +470,12 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         ("rms_norm", "liger", "liger-kernel"),
         ("rms_norm", "helion", "helion==1.5.0"),
         ("rms_norm", "quack", "quack-kernels[cu13]>=0.6.2"),
+        ("rope", "liger", "liger-kernel>=0.8.5"),
+        ("rope", "helion", "helion==1.5.0"),
+        ("rope", "quack", "quack-kernels[cu13]>=0.6.5"),
+        ("glu", "liger", "liger-kernel>=0.8.5"),
+        ("glu", "helion", "helion==1.5.0"),
+        ("glu", "quack", "quack-kernels[cu13]>=0.6.5"),
         ("loss", "helion", "helion==1.5.0"),
         ("mlp", "nvmath", "nvmath-python>=1.0"),
         ("loss", "liger", "liger-kernel"),
@@ -392,7 +515,7 @@ def test_a_helion_that_cannot_be_imported_is_named_with_the_version_that_can(mon
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("helion") is None, reason="Helion is not installed")
-@pytest.mark.parametrize(("interpret", "word", "lines"), [("0", "registers", 13), ("1", "are right", 3)])
+@pytest.mark.parametrize(("interpret", "word", "lines"), [("0", "registers", 29), ("1", "are right", 3)])
 def test_helions_kernels_compile_for_hopper_and_its_loss_is_right(interpret, word, lines):
     command = [sys.executable, "-m", "tests.kernels.compile_helion"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "HELION_INTERPRET": interpret}

@@ -6,7 +6,12 @@ from pathlib import Path
 KERNELS = Path(__file__).parents[2] / "kernels"
 # Triton hashes the source of functions with the first two. functools.wraps gives its function the hints of another
 EXCLUDED = ("jit", "constexpr_function", "functools.wraps")
-HELION = {"loss/_helion.py": ["cross_entropy"], "norm/_helion.py": ["norm_fwd", "norm_bwd"]}  # compiled from the source
+HELION = {  # compiled from the source
+    "loss/_helion.py": ["cross_entropy"],
+    "norm/_helion.py": ["norm_fwd", "norm_bwd"],
+    "rope/_helion.py": ["rope"],
+    "glu/_helion.py": ["swiglu_fwd", "swiglu_bwd"],
+}
 
 
 def without_hints(function: ast.FunctionDef) -> list[str]:

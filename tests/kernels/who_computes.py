@@ -23,7 +23,7 @@ LIBRARIES = {
     r"\bflash \(fa[23]": r"\bflash::|FlashAttn",
     r"\bfa4\b": r"flash_attn|FlashAttention\w*Sm|cutlass_kernel|kernel_cutlass",
     r"cutlass-dsl": r"kernel_cutlass|quack",
-    r"liger-kernel": r"liger|_(layer|rms)_norm_\w+_kernel|element_mul",
+    r"liger-kernel": r"liger|_(layer|rms)_norm_\w+_kernel|element_mul|_swiglu_\w+_kernel|_triton_rope",
     r"helion": r"helion",
     r"_for_cpu": r"_for_cpu",
 }
