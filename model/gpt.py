@@ -141,8 +141,9 @@ class Block(nn.Module):
         is_square = (config.n_head + 2 * config.kv_heads) * config.head_size == config.n_embd  # see kernels/fp8.py
         self.ln_1 = Norm(config, ops, dtype, next_op=None if is_square else "linear")
         self.attn = Attention(config, ops)
-        self.mlp = MLP(config, ops)
-        self.ln_2 = Norm(config, ops, dtype, next_op=self.mlp.op)
+        mlp = MLP(config, ops)
+        self.ln_2 = Norm(config, ops, dtype, next_op=mlp.op)  # before mlp: nanoGPT's optimizer numbers the tensors
+        self.mlp = mlp
         self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.chunked = config.checkpointing == "chunks"
 
