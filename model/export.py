@@ -1,7 +1,8 @@
 """Export a model to the files of transformers or nanoGPT.
 
-The format `hf` is config.json and model.safetensors, which transformers' GPT2LMHeadModel.from_pretrained(FOLDER) loads.
-It also has the files of the tokenizer, if one is known, for pipeline("text-generation", FOLDER).
+The format `hf` is config.json and model.safetensors, which transformers' AutoModelForCausalLM.from_pretrained(FOLDER)
+loads: as a Llama or a Qwen3 if the model has the shape of one, otherwise as a GPT-2. It also has the files of the
+tokenizer, if one is known, for pipeline("text-generation", FOLDER).
 The format `nanogpt` is ckpt.pt, which nanoGPT's sample.py and init_from=resume load. It has AdamW's moments if the
 source is a checkpoint of ours that is not sharded. The weights are in fp32, bit-equal to the source's.
 """
@@ -9,6 +10,7 @@ source is a checkpoint of ours that is not sharded. The weights are in fp32, bit
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +21,10 @@ from torch import Tensor, nn
 from common.files import read_bytes
 from common.terminal import class_and_message, one_line
 from data.tokenizer import GPT2, TOKENIZERS, Bytes, gpt2_files
+from model import llama
+from model.checks import tensor_shapes
 from model.config import EPS
 from model.download import CONFIG, WEIGHTS
-from model.pretrained import tensor_shapes
 from model.sources import COMPUTED, CONV1D, SIZES, Pretrained
 from runtime import checkpoint
 from runtime.config import UserError, check
@@ -33,8 +36,12 @@ TOKENIZER_FILES = "merges.txt", "vocab.json", "tokenizer_config.json"  # more fi
 
 
 def check_exportable(source: Pretrained, format: str) -> None:
-    """Raise UserError if the model has a feature that GPT-2 lacks in this format."""
+    """Raise UserError if the model has a feature that the format's models lack."""
     config = source.config
+    if format == "hf" and llama.is_llama(config):
+        names = " and ".join(llama.lacking_features(config))
+        check(not names, f"{source.name} has {names}, which Llama and Qwen3 lack: it cannot be exported")
+        return
     extras = {
         "rope positions": config.pos == "rope",
         "shared keys and values (n_kv_head)": config.kv_heads != config.n_head,
@@ -107,16 +114,19 @@ def byte_characters() -> list[str]:
 
 
 def to_hugging_face(source: Pretrained) -> tuple[dict, dict[str, Tensor]]:
-    """Return (config.json, the tensors of model.safetensors) of transformers' GPT2LMHeadModel, in fp32."""
+    """Return (config.json, the tensors of model.safetensors) of transformers' model, in fp32."""
     m = source.model
     eot = TOKENIZERS[source.tokenizer].eot if source.tokenizer else None
+    if llama.is_llama(source.config):
+        config = llama.write_config(source.config) | {"bos_token_id": eot, "eos_token_id": eot}
+        return config, llama.write_tensors(source.weights, source.config)
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32", **COMPUTED}
     config |= {key: m[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
     config |= {"n_positions": m["block_size"], "n_ctx": m["block_size"], "n_inner": None, "tie_word_embeddings": True}
     config |= {"layer_norm_epsilon": source.config.norm_eps}
     config |= {"bos_token_id": eot, "eos_token_id": eot}
     # Hugging Face's model always has biases, so a model without biases gets zeros
-    shapes = tensor_shapes(source._replace(model={**m, "bias": True}))
+    shapes = tensor_shapes(replace(source.config, bias=True))
     weights = {name: source.weights[name] if name in source.weights else torch.zeros(shapes[name]) for name in shapes}
     tensors = {name: w.T.contiguous() if CONV1D.fullmatch(name) else w for name, w in weights.items()}
     return config, {f"transformer.{name}": weight for name, weight in tensors.items()}

@@ -1,8 +1,9 @@
 """Start from the weights of another model: check them, and load them into a GPT. model/sources.py reads the files.
 
-All formats hold the same tensors under nearly the same names. nanoGPT and Hugging Face put `transformer.` before each
-name and store the tied head a second time; their old files also hold the causal mask. Each tensor is compared with the
-state dict of our model, so none is missing, unknown or of another shape. The result is in fp32.
+GPT-2's formats hold the same tensors under nearly the same names. nanoGPT and Hugging Face put `transformer.` before
+each name and store the tied head a second time; their old files also hold the causal mask. model/llama.py translates
+the names of Llama and Qwen3. Each tensor is compared with the state dict of our model, so none is missing, unknown or
+of another shape. The result is in fp32.
 
 The MLP here computes GPT-2's GELU, by tanh. nanoGPT did so at first; its later versions compute GELU by erf, also for
 OpenAI's weights, and a ckpt.pt does not say which one it was trained with. The two differ by less than 5e-4 an
@@ -17,7 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from data.tokenizer import TOKENIZERS, Tokenizer
-from kernels.registry import OPS, Ops
+from model.checks import check_tensors, tensor_shapes
 from model.gpt import GPT
 from model.sources import TRAINING, Pretrained, open_source
 from model.vocabulary import take_vocabulary
@@ -27,16 +28,15 @@ from runtime.resume import checkpoint_model_config
 # Fields of GPTConfig on which no weight depends. With another rope_theta the same weights read longer contexts
 # (arXiv:2309.16039, section 2)
 MAY_DIFFER = (*TRAINING, "window", "rope_theta")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # a buffer in old files
 
 
 def read_pretrained(source: str) -> Pretrained:
     """Return the model that `source` names.
 
-    A source is a run's folder or a checkpoint of ours; a Hugging Face GPT-2, by its name on the hub or by a folder with
-    config.json and safetensors; or nanoGPT's ckpt.pt or its folder. Raises UserError if it cannot be read, is damaged,
-    or is a model that hotswap does not compute.
+    A source is a run's folder or a checkpoint of ours; a GPT-2, Llama or Qwen3 of transformers, by its name on the hub
+    or by a folder with config.json and safetensors; or nanoGPT's ckpt.pt or its folder. Raises UserError if it cannot
+    be read, is damaged, or is a model that hotswap does not compute.
     """
     pretrained, read_weights = open_source(source)
     return pretrained._replace(weights=check_weights(read_weights(), pretrained))
@@ -132,13 +132,9 @@ def check_weights(state: dict[str, Tensor], pretrained: Pretrained) -> dict[str,
         check(is_named, f"{pretrained.name} is not this model: {value_text(name)} among its tensors is no tensor")
     weights = {re.sub(r"^(_orig_mod\.)?(transformer\.)?", "", name): weight for name, weight in state.items()}
     weights = {name: weight for name, weight in weights.items() if not MASK.fullmatch(name)}
-    head = weights.pop("lm_head.weight", None)
-    expected = tensor_shapes(pretrained)
+    expected = tensor_shapes(pretrained.config)
+    head = None if "lm_head.weight" in expected else weights.pop("lm_head.weight", None)
     check_tensors(weights, expected, pretrained.name)
-    for name, weight in weights.items():
-        check(
-            weight.dtype in FLOATS, f"{pretrained.name} holds {name} as {weight.dtype}: quantized weights are not read"
-        )
     stored = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights.values()}
     check(  # a tensor with a stride of 0 has few bytes in the file, and any number in memory
         sum(weight.nbytes for weight in weights.values()) <= sum(stored.values()),
@@ -149,31 +145,3 @@ def check_weights(state: dict[str, Tensor], pretrained: Pretrained) -> dict[str,
         f"{pretrained.name} has an untied head: its lm_head.weight is not wte.weight, and here they are one",
     )
     return {name: weights[name].float().contiguous() for name in expected}
-
-
-def tensor_shapes(pretrained: Pretrained) -> dict[str, torch.Size]:
-    """Return the shapes of the model's state dict. Raises UserError if a model of these sizes cannot be built."""
-    with torch.device("meta"):
-        model = GPT(pretrained.config, Ops(*(None for _ in OPS)))  # it never runs, so it needs no kernels
-    return {name: weight.shape for name, weight in model.state_dict().items()}
-
-
-def check_tensors(weights: dict[str, Tensor], expected: dict[str, torch.Size], source: str) -> None:
-    """Raise UserError if tensors are missing, unknown, or of another shape. It names the first three of each kind."""
-    common = [name for name in expected if name in weights]
-    problems = {
-        "lacks": [name for name in expected if name not in weights],
-        "also has": [name for name in weights if name not in expected],
-        "has in another shape": [
-            f"{name} {tuple(weights[name].shape)}, not {tuple(expected[name])}"
-            for name in common
-            if weights[name].shape != expected[name]
-        ],
-    }
-    sentences = [f"it {problem} {first_three(names)}" for problem, names in problems.items() if names]
-    check(not sentences, f"{source} is not this model: {'; '.join(sentences)}")
-
-
-def first_three(names: list[str]) -> str:
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(map(value_text, names[:3]))}{rest}"

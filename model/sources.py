@@ -1,4 +1,4 @@
-"""The three formats of GPT-2's weights: our checkpoints, nanoGPT's ckpt.pt, and Hugging Face's folders.
+"""The three formats of weights: our checkpoints, nanoGPT's ckpt.pt, and Hugging Face's folders.
 
 open_source() reads what a source says about its model. The weights, which may be large or not downloaded yet, are read
 by the function that it returns.
@@ -17,6 +17,8 @@ from torch import Tensor
 from common.files import check_regular, open_regular
 from common.terminal import one_line
 from data.hub import HUB_NAME
+from model import llama
+from model.checks import read_sizes
 from model.config import EPS, PRECISIONS, GPTConfig
 from model.download import CONFIG, WEIGHTS, hub_folder, read_json, weight_files
 from model.vocabulary import guess_tokenizer
@@ -147,11 +149,24 @@ def open_nanogpt_checkpoint(path: Path, name: str) -> tuple[Pretrained, ReadWeig
 
 
 def open_hugging_face(name: str, find_folder: Callable[[bool], Path]) -> tuple[Pretrained, ReadWeights]:
-    """Open a GPT-2 of transformers. `find_folder(weights)` returns the folder, with the weights if they are needed."""
+    """Open a model of transformers. `find_folder(weights)` returns the folder, with the weights if they are needed."""
     config = read_json(find_folder(False) / CONFIG)
     kind = config.get("model_type")
-    text = value_text(kind)
-    check(kind == "gpt2", f"{name} is another architecture: its model_type is {text}, and only gpt2 can be read")
+    kinds, text = ("gpt2", *llama.KINDS), f"{name} is another architecture: its model_type is {value_text(kind)}"
+    check(kind in kinds, f"{text}, and only {', '.join(kinds[:-1])} and {kinds[-1]} can be read")
+    if kind == "gpt2":
+        return open_gpt2(config, name, find_folder)
+    opened = Pretrained(llama.read_model(config, name), {}, guess_tokenizer(config["vocab_size"]), name)
+
+    def read_weights() -> dict[str, Tensor]:
+        tensors = read_safetensors(weight_files(find_folder(True)), name)
+        return llama.read_tensors(tensors, opened.config, name)
+
+    return opened, read_weights
+
+
+def open_gpt2(config: dict, name: str, find_folder: Callable[[bool], Path]) -> tuple[Pretrained, ReadWeights]:
+    """Open a GPT-2 of transformers with this config.json."""
     their_names = {**dict(zip(SIZES, SIZES, strict=True)), "block_size": "n_positions"}
     model = {**read_sizes(config, their_names, name), "pos": "learned", "bias": True}
     eps = config.get("layer_norm_epsilon")
@@ -175,7 +190,7 @@ def read_safetensors(files: list[Path], name: str) -> dict[str, Tensor]:
     check(
         bool(files),
         f"{name} has no {WEIGHTS}, and pickled weights (.bin) are not read, for they may hold any program; convert "
-        f'them: python -c "from transformers import GPT2LMHeadModel as M; '
+        f'them: python -c "from transformers import AutoModelForCausalLM as M; '
         f"M.from_pretrained('{name}').save_pretrained('FOLDER')\", then name FOLDER",
     )
     tensors = {}
@@ -196,15 +211,6 @@ def local_path(source: str) -> Path:
     except OSError as error:  # the name is too long
         raise UserError(f"{source}: there can be no such file or folder: {one_line(error)}") from error
     return path
-
-
-def read_sizes(values: dict, their_names: dict[str, str], source: str) -> dict[str, int]:
-    """Return our name of each size -> its value. Raises UserError if a value is no integer."""
-    for key in their_names.values():
-        value = values.get(key)
-        text = repr(value) if isinstance(value, str) else value_text(value)
-        check(type(value) is int, f"{source} cannot be read: its {key} must be an integer, and is {text[:200]}")
-    return {ours: values[theirs] for ours, theirs in their_names.items()}
 
 
 def check_tokenizer(name: object, source: str) -> str | None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from model import pretrained
+from model.config import GPTConfig
 from model.gpt import GPT
 from model.optim import OptimConfig, learning_rate
 from model.pretrained import fit_config, load_weights, read_pretrained, read_shape, tokenizer_of
@@ -23,11 +24,8 @@ from runtime.saver import Checkpoints
 from tests.model.test_gpt import SMALL, gpt, hugging_face, ops
 
 ROOT = Path(__file__).parents[2]
-# fields that other formats lack
-OURS = (
-    *("dropout", "n_kv_head", "window", "checkpointing", "keep_attention"),
-    *("norm", "head_dim", "rope_theta", "rope_scaling", "qk_norm", "mlp", "hidden", "tie_embeddings", "logit_softcap"),
-)
+# fields that GPT-2's formats lack
+OURS = "dropout", *(field for field in GPTConfig.defaults() if field != "norm_eps")
 MODEL = {key: value for key, value in asdict(SMALL).items() if key not in OURS}
 IDX = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")
@@ -212,7 +210,7 @@ def test_finetuning_is_a_config():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "llama"}, "another architecture: its model_type is llama, and only gpt2 can be read"),
+        ({"model_type": "mamba"}, "its model_type is mamba, and only gpt2, llama and qwen3 can be read"),
         ({"model_type": None}, "another architecture: its model_type is None"),
         ({"activation_function": "gelu"}, "activation_function=gelu, and only activation_function=gelu_new is comp"),
         ({"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx=True"),
