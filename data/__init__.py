@@ -1,7 +1,8 @@
 """Turn text into batches of token ids.
 
-corpus.py and hub.py read documents, tokenizer.py encodes them, pipeline.py and writer.py write token shards, and
-loader.py cuts the shards into batches. open_dataset() and prepare() go from the config to the shards of a corpus.
+corpus.py and hub.py read documents, tokenizer.py and tokenizer_json.py encode them, pipeline.py and writer.py write
+token shards, and loader.py cuts the shards into batches. open_dataset() and prepare() go from the config to the shards
+of a corpus.
 """
 
 import hashlib
@@ -21,7 +22,8 @@ from data.hub import Hub
 from data.paths import local_path
 from data.pipeline import is_complete, is_missing, write_shards
 from data.shards import Shard, digest, open_nanogpt_shards, open_shards
-from data.tokenizer import TOKENIZERS, Tokenizer
+from data.tokenizer import Tokenizer
+from data.tokenizer_json import check_name, open_tokenizer
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "data"
 
@@ -35,7 +37,7 @@ class DataConfig:
     path: Any  # text: a file, a folder, a glob, or a list of them; hub: owner/name; nanogpt: a folder
     subset: str | None  # hub: the data set's configuration
     column: str  # the column that holds the text, in .jsonl, .parquet and on the hub
-    tokenizer: str  # a key of TOKENIZERS
+    tokenizer: str  # bytes | gpt2 | a folder with tokenizer.json | owner/name on the hub
     val_fraction: float  # the share of documents for validation; 1: all documents, for evaluation only
     prepare: str  # auto: open_dataset() writes the shards on the first use | by_hand: only scripts.prepare does
     cache: str  # the folder for token shards
@@ -45,13 +47,13 @@ class DataConfig:
     def __post_init__(self):
         choices = {
             "source": ("stdlib", "text", "hub", "nanogpt"),
-            "tokenizer": TOKENIZERS,
             "prepare": ("auto", "by_hand"),
             "encoding_errors": ("strict", "replace", "skip"),
         }
         for key, names in choices.items():
             if getattr(self, key) not in names:
                 raise DataError(f"data.{key}={getattr(self, key)}: choose {' or '.join(names)}")
+        check_name(self.tokenizer, "data.tokenizer")
         if not 0 < self.val_fraction <= 1:
             raise DataError(f"data.val_fraction={self.val_fraction}: it must be above 0 and at most 1")
         if not self.name or Path(self.name).name != self.name or not self.name.isprintable():
@@ -83,7 +85,7 @@ def open_dataset(config: DataConfig, verify: bool = False) -> Dataset:
     A large shard is only read if its size or time changed, or with `verify`. Raises DataError if the text is missing,
     if a shard is damaged, or if data.prepare is by_hand and no shards exist.
     """
-    tokenizer = TOKENIZERS[config.tokenizer]()
+    tokenizer = open_tokenizer(config.tokenizer, "data.tokenizer")
     if config.source == "nanogpt":
         train, val = open_nanogpt_shards(nanogpt_folder(config), tokenizer.n_vocab, Path(config.cache), verify)
     else:
@@ -109,7 +111,7 @@ def prepare(config: DataConfig, workers: int, watch: Callable[[int, int], None])
     """
     if config.source == "nanogpt":
         return nanogpt_folder(config)
-    tokenizer = TOKENIZERS[config.tokenizer]()
+    tokenizer = open_tokenizer(config.tokenizer, "data.tokenizer")
     source, folder = source_and_folder(config, tokenizer)
     write_shards(folder, source, tokenizer, workers, watch, wait=False)
     return folder

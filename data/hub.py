@@ -4,7 +4,8 @@ A local folder of parquet, JSON or text files is read in the same way, without a
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from common.terminal import warn
 from data.corpus import Document, Source, split_of, text_of
@@ -115,3 +116,35 @@ def why_hub_is_unreachable() -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE forbids the download"
     return None if is_reachable(constants.ENDPOINT, HUB_SECONDS) else f"{constants.ENDPOINT} does not answer"
+
+
+def snapshot(name: str, patterns: Sequence[str], is_complete: Callable[[Path], bool], instead: str) -> Path:
+    """Return the folder of a hub's model in the cache, with its files that match `patterns`.
+
+    If `is_complete(folder)` is true of the folder in the cache, nothing is sent to the hub. huggingface_hub obeys
+    HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Raises DataError, which advises to name `instead`, if the files cannot be
+    downloaded.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        if is_complete(folder):
+            return folder
+    except errors.LocalEntryNotFoundError:
+        pass  # not in the cache
+    except errors.HFValidationError as error:
+        raise DataError(
+            f"{name}: there is no such file or folder, and it cannot be a name on the hub: {error}"
+        ) from error
+    missing = f"{name}: there is no such file or folder, it is not in the hub's cache, and"
+    if reason := why_hub_is_unreachable():
+        raise DataError(f"{missing} {reason}: fetch it once with a network, or name {instead}")
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+    except errors.RepositoryNotFoundError as error:
+        status = error.response.status_code
+        raise DataError(f"{missing} {constants.ENDPOINT} answers {status}: check the name") from error
+    except (OSError, errors.HTTPError) as error:
+        raise DataError(f"{name} could not be downloaded from {constants.ENDPOINT}: {hub_error(error)}") from error

@@ -69,7 +69,7 @@ class Windows:
         return x, y, starts
 
     def _row(self, shard_number: int, sample: int) -> np.ndarray:
-        """Return the tokens of one sample, (block_size + 1,) uint16."""
+        """Return the tokens of one sample, (block_size + 1,) of ids."""
         first_sample = int(self.sample_ends[shard_number - 1]) if shard_number else 0
         start = (sample - first_sample) * self.block_size
         return self.shards[shard_number].read(start, start + self.block_size + 1)

@@ -149,7 +149,7 @@ def tokenize(
     """Write the shards of `source` into `folder`, from the last good record in progress.json to the end of `source`."""
     progress = Progress(folder)
     with contextlib.ExitStack() as stack:
-        writers = progress.open_writers(shard_tokens)
+        writers = progress.open_writers(shard_tokens, tokenizer.dtype)
         for writer in writers.values():
             stack.callback(writer.close)
         documents = progress.last["documents"]
@@ -196,9 +196,9 @@ def read_chunks(source: Source, position: Any) -> Iterator[tuple[Chunk, Any]]:
 
 
 def encode_chunk(tokenizer: Tokenizer, chunk: Chunk) -> dict[str, np.ndarray]:
-    """Return the ids of each split, (n,) uint16, with an eot before each document."""
-    eot = np.array([tokenizer.eot], np.uint16)
-    ids = {split: [np.zeros(0, np.uint16)] for split in SPLITS}  # np.concatenate needs at least one array
+    """Return the ids of each split, (n,) of tokenizer.dtype, with an eot before each document."""
+    eot = np.array([tokenizer.eot], tokenizer.dtype)
+    ids = {split: [np.zeros(0, tokenizer.dtype)] for split in SPLITS}  # np.concatenate needs at least one array
     for piece in chunk:
         if piece.after_eot:
             ids[piece.split].append(eot)

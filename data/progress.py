@@ -42,12 +42,12 @@ class Progress:
         self.records.append({"position": position, "documents": documents, "splits": splits})
         write_json(self.folder / PROGRESS, {"index": self.index, "records": self.records})
 
-    def open_writers(self, shard_tokens: int) -> dict[str, Writer]:
+    def open_writers(self, shard_tokens: int, dtype: type) -> dict[str, Writer]:
         """Drop the records after a changed shard, with a warning. Return the writers that resume from the last record.
 
         Raises DataError if a shard cannot be read.
         """
-        unchanged = {split: count_unchanged(self.folder / split, index) for split, index in self.index.items()}
+        unchanged = {split: count_unchanged(self.folder / split, index, dtype) for split, index in self.index.items()}
         complete, why = count_shards(self.last["splits"]), None
         for split in SPLITS:
             if unchanged.get(split, 0) < complete.get(split, 0):
@@ -56,7 +56,7 @@ class Progress:
             complete = count_shards(self.last["splits"])
             if all(count <= unchanged[split] for split, count in complete.items()):
                 try:
-                    writers = self._try_to_open(shard_tokens)
+                    writers = self._try_to_open(shard_tokens, dtype)
                     break
                 except ChangedShard as error:
                     why = why or str(error)
@@ -66,7 +66,7 @@ class Progress:
             warn(f"{why}: the preparation {resumes}")
         return writers
 
-    def _try_to_open(self, shard_tokens: int) -> dict[str, Writer]:
+    def _try_to_open(self, shard_tokens: int, dtype: type) -> dict[str, Writer]:
         """Return the writers that resume from the last record. Raises ChangedShard if an open shard has changed."""
         writers = {}
         with contextlib.ExitStack() as stack:
@@ -75,7 +75,7 @@ class Progress:
                 if state:
                     index = dict(islice(self.index[split].items(), state["shards"]))
                     state = {"index": index, "open": state["open"]}
-                writers[split] = Writer(self.folder / split, shard_tokens, state)
+                writers[split] = Writer(self.folder / split, shard_tokens, state, dtype)
                 stack.callback(writers[split].close)
             stack.pop_all()
         return writers

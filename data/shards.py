@@ -1,4 +1,6 @@
-"""Token shards in llm.c's format: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
+"""Token shards in llm.c's format: 256 int32 (magic, version, number of tokens, zeros), then the tokens.
+
+The tokens are uint16; those of a tokenizer with more than 65,536 ids are uint32, with llm.c's header for Llama 3.
 
 A split is a folder of shards: `000000.bin`, `000001.bin` and so on. Each has SHARD_TOKENS tokens; the last one may have
 fewer. `index.json` holds facts about each shard: number of tokens, SHA-256 of the tokens, largest id, and the size and
@@ -21,20 +23,22 @@ from common.files import open_regular, read_json, write_json
 from common.terminal import warn
 from data.errors import DataError, read_error
 
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
-SHARD_TOKENS = 100_000_000  # 200 MB a file
+HEADER_BYTES = 1024
+FORMATS = {np.uint16: (20240520, 1), np.uint32: (20240801, 7)}  # dtype of the tokens -> magic, version
+SHARD_TOKENS = 100_000_000  # 200 or 400 MB a file
 INDEX = "index.json"
-READ_TOKENS = 1 << 24  # tokens that are hashed at a time: 32 MiB
+READ_TOKENS = 1 << 24  # tokens that are hashed at a time: 32 or 64 MiB
 GUESS_TOKENS = 1 << 16  # enough to guess the dtype of a file
 
 
 class Shard:
-    """One verified file. `tokens` is a read-only memory map, (n,) uint16. `facts` is the shard's entry for the index.
+    """One verified file. `tokens` is a read-only memory map, (n,). `facts` is the shard's entry for the index.
 
-    `known` is the shard's entry in the index on the disk, or None. Error messages end with `remedy`. With `verify`, the
-    tokens are read even if the file's size and time are unchanged. With `is_nanogpt`, the file may lack the header, and
-    the user may replace it. Raises DataError if the file cannot be read, if it is not a shard, if the SHA-256 of its
-    tokens is not the known one, or if it holds an id of n_vocab or more.
+    Its dtype is uint16, or uint32 if n_vocab is more than 65,536; a file of nanoGPT is always uint16. `known` is the
+    shard's entry in the index on the disk, or None. Error messages end with `remedy`. With `verify`, the tokens are
+    read even if the file's size and time are unchanged. With `is_nanogpt`, the file may lack the header, and the user
+    may replace it. Raises DataError if the file cannot be read, if it is not a shard, if the SHA-256 of its tokens is
+    not the known one, or if it holds an id of n_vocab or more.
     """
 
     def __init__(
@@ -47,13 +51,15 @@ class Shard:
         is_nanogpt: bool = False,
     ):
         self.path, self.n_vocab, self.remedy = path, n_vocab, remedy
+        self.dtype = np.uint16 if is_nanogpt else id_dtype(n_vocab)
         try:
             with open_regular(path) as file:
                 size, mtime, _ = self.opened_stamp = stamp(os.fstat(file.fileno()))
                 header = file.read(HEADER_BYTES)
-                header_bytes = 0 if is_nanogpt and header[:4] != MAGIC.to_bytes(4, "little") else HEADER_BYTES
+                has_header = header[:4] == FORMATS[self.dtype][0].to_bytes(4, "little")
+                header_bytes = HEADER_BYTES if has_header or not is_nanogpt else 0
                 count = self._token_count(header, header_bytes)
-                self.tokens = np.memmap(file, np.uint16, "r", offset=header_bytes, shape=(count,))
+                self.tokens = np.memmap(file, self.dtype, "r", offset=header_bytes, shape=(count,))
                 if not header_bytes and has_wider_ids(self.tokens):
                     raise self._damage_error("every second uint16 in it is 0, so its ids have 4 or 8 bytes")
                 unchanged = known is not None and (known["size"], known["mtime_ns"]) == (size, mtime)
@@ -63,7 +69,7 @@ class Shard:
                     self.facts = known
                 else:
                     file.seek(header_bytes)
-                    self.facts = {**read_facts(file, count), "size": size, "mtime_ns": mtime}
+                    self.facts = {**read_facts(file, count, self.dtype), "size": size, "mtime_ns": mtime}
         except OSError as error:  # an unreadable file may be intact, so the message does not say to delete it
             raise read_error(path, error) from None
         self._check_ids(self.facts["largest"])
@@ -74,7 +80,7 @@ class Shard:
         return len(self.tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the tokens from `start` to `stop`, (n,) uint16. Raises DataError if an id is not in the vocabulary."""
+        """Return the tokens from `start` to `stop`, (n,). Raises DataError if an id is not in the vocabulary."""
         tokens = self.tokens[start:stop]
         self._check_ids(int(tokens.max()))  # takes 3 us; on a GPU, a wrong id ends the process without a reason
         return tokens
@@ -101,10 +107,12 @@ class Shard:
         if size < header_bytes:
             raise self._damage_error(f"{size} bytes, less than the header's {header_bytes}")
         magic, version, count = np.frombuffer(header, np.int32, 3).tolist()
-        if (magic, version) != (MAGIC, VERSION):
-            raise self._damage_error(f"magic {magic} and version {version}, not {MAGIC} and {VERSION}")
-        if count < 1 or size != header_bytes + 2 * count:
-            raise self._damage_error(f"{size} bytes, but {count} tokens take {header_bytes + 2 * count}")
+        expected = FORMATS[self.dtype]
+        if (magic, version) != expected:
+            raise self._damage_error(f"magic {magic} and version {version}, not {expected[0]} and {expected[1]}")
+        whole_size = header_bytes + np.dtype(self.dtype).itemsize * count
+        if count < 1 or size != whole_size:
+            raise self._damage_error(f"{size} bytes, but {count} tokens take {whole_size}")
         return count
 
     def _check_ids(self, largest: int) -> None:
@@ -132,35 +140,40 @@ def has_wider_ids(tokens: np.ndarray) -> bool:
     return len(part) >= 8 and bool(part.any()) and not part[1::2].any()
 
 
-def read_facts(file: IO[bytes], count: int) -> dict:
+def id_dtype(n_vocab: int) -> type:
+    """Return the dtype of ids in arrays and in token shards: uint16, or uint32 for more than 65,536 ids."""
+    return np.uint16 if n_vocab <= 2**16 else np.uint32
+
+
+def read_facts(file: IO[bytes], count: int, dtype: type = np.uint16) -> dict:
     """Read the next `count` tokens. Return `tokens` (count), `sha256` (of their bytes) and `largest` (the largest id).
 
     It reads the file and not a memory map: an error of the disk is then an OSError, and does not kill the process.
     """
-    sha256, largest = hash_tokens(file, count)
+    sha256, largest = hash_tokens(file, count, dtype)
     return {"tokens": count, "sha256": sha256.hexdigest(), "largest": largest}
 
 
-def hash_tokens(file: IO[bytes], count: int) -> tuple["hashlib._Hash", int]:
+def hash_tokens(file: IO[bytes], count: int, dtype: type) -> tuple["hashlib._Hash", int]:
     """Read the next `count` tokens. Return the SHA-256 of their bytes, to which more can be added, and the largest id.
 
     Raises OSError if there are fewer tokens.
     """
     sha256, largest = hashlib.sha256(), 0
     for start in range(0, count, READ_TOKENS):
-        size = 2 * min(READ_TOKENS, count - start)
+        size = np.dtype(dtype).itemsize * min(READ_TOKENS, count - start)
         part = file.read(size)
         if len(part) < size:
             raise OSError(errno.EIO, "it became shorter while it was read", file.name)
         sha256.update(part)
-        largest = max(largest, int(np.frombuffer(part, np.uint16).max()))
+        largest = max(largest, int(np.frombuffer(part, dtype).max()))
     return sha256, largest
 
 
-def header(count: int) -> bytes:
+def header(count: int, dtype: type) -> bytes:
     """Return the header of a shard with `count` tokens."""
     numbers = np.zeros(HEADER_BYTES // 4, np.int32)
-    numbers[:3] = MAGIC, VERSION, count
+    numbers[:3] = *FORMATS[dtype], count
     return numbers.tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: `bytes`, which needs no files, and `gpt2`, OpenAI's byte-pair encoding as tiktoken computes it."""
+"""The built-in tokenizers: `bytes`, which needs no files, and `gpt2`, OpenAI's byte-pair encoding by tiktoken."""
 
 import hashlib
 import os
@@ -14,6 +14,7 @@ import numpy as np
 
 from common.terminal import class_and_message, warn
 from data.errors import DataError
+from data.shards import id_dtype
 
 GPT2_FILES = (
     "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe",
@@ -35,7 +36,26 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of `text`, (n,) uint16, without eot."""
+        """Return the ids of `text`, (n,) of `dtype`, without eot."""
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Return the ids of a prompt, (n,) of `dtype`. A tokenizer.json may name ids before it, as Llama 3's does."""
+        return self.encode(text)
+
+    @property
+    def dtype(self) -> type:
+        """The dtype of ids in arrays: uint16, or uint32 for more than 65,536 ids."""
+        return id_dtype(self.n_vocab)
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files that a folder needs to have this tokenizer, name -> content. The built-in ones need none."""
+        return {}
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The ids that end a generated text."""
+        return (self.eot,)
 
     @abstractmethod
     def decode_bytes(self, ids: list[int]) -> bytes:
@@ -106,6 +126,13 @@ def split_into_pieces(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
     yield text[start:]
 
 
+def byte_characters() -> list[str]:
+    """Return the character for each byte in GPT-2's files: its own if Latin-1 prints it, otherwise one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
 def gpt2_files() -> list[Path]:
     """Return the places of GPT-2's merges and vocabulary in tiktoken's cache, in the order of GPT2_FILES."""
     fallback = os.path.join(tempfile.gettempdir(), "data-gym-cache")
@@ -134,4 +161,5 @@ def is_reachable(url: str, seconds: float) -> bool:
     return answers == [True]
 
 
+# The built-in ones. data/tokenizer_json.py opens others
 TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2}

@@ -26,8 +26,11 @@ class Writer:
     DataError if it cannot be read. count_unchanged() reads the complete shards.
     """
 
-    def __init__(self, folder: Path, shard_tokens: int = SHARD_TOKENS, state: dict | None = None):
-        self.folder, self.shard_tokens = folder, shard_tokens
+    def __init__(
+        self, folder: Path, shard_tokens: int = SHARD_TOKENS, state: dict | None = None, dtype: type = np.uint16
+    ):
+        self.folder, self.shard_tokens, self.dtype = folder, shard_tokens, dtype
+        self.token_bytes = np.dtype(dtype).itemsize
         self.index = dict(state["index"]) if state else {}  # facts of the complete shards
         self.tokens = sum(facts["tokens"] for facts in self.index.values())  # in all shards
         self.file, self.open_tokens, self.open_largest = None, 0, 0  # the open shard, its tokens and its largest id
@@ -43,12 +46,12 @@ class Writer:
                 raise
 
     def append(self, tokens: np.ndarray) -> None:
-        """Append tokens, (n,) uint16."""
+        """Append tokens, (n,) of `dtype`."""
         while len(tokens):
             if self.file is None:
                 self.file, self.open_sha256 = open_regular(self._path(), "w+b"), sha256()
                 self.file.write(bytes(HEADER_BYTES))
-            part = np.ascontiguousarray(tokens[: self.shard_tokens - self.open_tokens], np.uint16)
+            part = np.ascontiguousarray(tokens[: self.shard_tokens - self.open_tokens], self.dtype)
             self.file.write(part)
             self.open_sha256.update(part)
             self.open_largest = max(self.open_largest, int(part.max()))
@@ -85,7 +88,7 @@ class Writer:
     def _complete_shard(self) -> None:
         """Write the header of the open shard, close the file, and add its facts to the index."""
         self.file.seek(0)
-        self.file.write(header(self.open_tokens))
+        self.file.write(header(self.open_tokens, self.dtype))
         self.file.flush()
         os.fsync(self.file.fileno())
         size, mtime, _ = stamp(os.fstat(self.file.fileno()))
@@ -98,10 +101,10 @@ class Writer:
         path, count = self._path(), facts["tokens"]
         try:
             self.file = open_regular(path, "r+b")
-            if os.fstat(self.file.fileno()).st_size < HEADER_BYTES + 2 * count:
+            if os.fstat(self.file.fileno()).st_size < HEADER_BYTES + self.token_bytes * count:
                 raise ChangedShard(f"{path} became shorter after it was written")
             self.file.seek(HEADER_BYTES)
-            self.open_sha256, self.open_largest = hash_tokens(self.file, count)
+            self.open_sha256, self.open_largest = hash_tokens(self.file, count, self.dtype)
         except FileNotFoundError:
             raise ChangedShard(f"{path} is gone") from None
         except OSError as error:
@@ -109,11 +112,11 @@ class Writer:
         self.open_tokens, self.tokens = count, self.tokens + count
         if self._facts() != facts:
             raise ChangedShard(f"{path} changed after it was written (its SHA-256 is different)")
-        self.file.truncate(HEADER_BYTES + 2 * count)
+        self.file.truncate(HEADER_BYTES + self.token_bytes * count)
         self.file.seek(0, os.SEEK_END)
 
 
-def count_unchanged(folder: Path, index: dict) -> int:
+def count_unchanged(folder: Path, index: dict, dtype: type) -> int:
     """Return how many shards in `folder`, from the first on, are as they were written. `index` has their facts.
 
     Reads them, which takes 1 s for each GB. Raises DataError if one cannot be read.
@@ -122,9 +125,10 @@ def count_unchanged(folder: Path, index: dict) -> int:
         try:
             with open_regular(folder / name) as file:
                 size, count = os.fstat(file.fileno()).st_size, facts["tokens"]
-                if size != HEADER_BYTES + 2 * count or file.read(HEADER_BYTES) != header(count):
+                whole_size = HEADER_BYTES + np.dtype(dtype).itemsize * count
+                if size != whole_size or file.read(HEADER_BYTES) != header(count, dtype):
                     return number
-                if hash_tokens(file, count)[0].hexdigest() != facts["sha256"]:
+                if hash_tokens(file, count, dtype)[0].hexdigest() != facts["sha256"]:
                     return number
         except FileNotFoundError:
             return number

@@ -46,7 +46,8 @@ def open_text(
         source.model["pos"] == "rope" or length <= positions,
         f"block_size={length}: {source.name} has {positions} positions, pass block_size={positions} or less",
     )
-    config = data_config(source, overrides or {}, own_config, tokenizer_of(source, tokenizer).name)
+    tokenizer_of(source, tokenizer)  # raises if it does not fit
+    config = data_config(source, overrides or {}, own_config, tokenizer or source.tokenizer)
     dataset = open_dataset(config)
     changed = tokenizer or any(value for key, value in (overrides or {}).items() if key not in ("prepare", "cache"))
     if not changed:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from common.files import read_text
 from common.terminal import one_line
-from data.errors import hub_error
-from data.hub import why_hub_is_unreachable
+from data.errors import DataError
+from data.hub import snapshot
 from runtime.config import UserError, check, value_text
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -19,36 +19,18 @@ MOST_JSON_BYTES = 2**26  # an index has 0.1 KB for each tensor
 def hub_folder(name: str, weights: bool) -> Path:
     """Return the folder of a hub model in the cache. It holds config.json and, if `weights` is true, the weights.
 
-    If the files are in the cache, nothing is sent to the hub. huggingface_hub obeys HF_HOME, HF_ENDPOINT and
-    HF_HUB_OFFLINE. Raises UserError if the files cannot be downloaded.
+    Raises UserError if the files cannot be downloaded; data/hub.py says when it uses the network.
     """
-    import huggingface_hub
-    from huggingface_hub import constants, errors
 
-    patterns = FILES if weights else (CONFIG,)
-    try:
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    def is_complete(folder: Path) -> bool:
         files = weight_files(folder) if weights else [folder / CONFIG]
-        if files and all(file.exists() for file in files):
-            return folder
-    except errors.LocalEntryNotFoundError:
-        pass  # not in the cache
-    except errors.HFValidationError as error:
-        raise UserError(
-            f"{name}: there is no such file or folder, and it cannot be a name on the hub: {error}"
-        ) from error
-    missing = f"{name}: there is no such file or folder, it is not in the hub's cache, and"
-    if reason := why_hub_is_unreachable():
-        raise UserError(
-            f"{missing} {reason}: fetch it once with a network, or name a folder with {CONFIG} and {WEIGHTS}"
-        )
+        return bool(files) and all(file.exists() for file in files)
+
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except errors.RepositoryNotFoundError as error:
-        status = error.response.status_code
-        raise UserError(f"{missing} {constants.ENDPOINT} answers {status}: check the name") from error
-    except (OSError, errors.HTTPError) as error:
-        raise UserError(f"{name} could not be downloaded from {constants.ENDPOINT}: {hub_error(error)}") from error
+        patterns = FILES if weights else (CONFIG,)
+        return snapshot(name, patterns, is_complete, f"a folder with {CONFIG} and {WEIGHTS}")
+    except DataError as error:
+        raise UserError(str(error)) from error
 
 
 def weight_files(folder: Path) -> list[Path]:

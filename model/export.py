@@ -19,8 +19,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from common.files import read_bytes
-from common.terminal import class_and_message, one_line
-from data.tokenizer import GPT2, TOKENIZERS, Bytes, gpt2_files
+from common.terminal import class_and_message, one_line, warn
+from data.errors import DataError
+from data.tokenizer import GPT2, TOKENIZERS, Bytes, byte_characters, gpt2_files
+from data.tokenizer_json import open_tokenizer
 from model import llama
 from model.checks import tensor_shapes
 from model.config import EPS
@@ -32,7 +34,6 @@ from runtime.manifest import fsync
 
 FILES = {"hf": (WEIGHTS, CONFIG), "nanogpt": ("ckpt.pt",)}  # format -> its files, in the order of writing
 EOT = "<|endoftext|>"
-TOKENIZER_FILES = "merges.txt", "vocab.json", "tokenizer_config.json"  # more files of hf, if the tokenizer is known
 
 
 def check_exportable(source: Pretrained, format: str) -> None:
@@ -59,21 +60,39 @@ def check_exportable(source: Pretrained, format: str) -> None:
     check(not names, f"{source.name} has {names}, which {format}'s GPT-2 lacks: it cannot be exported")
 
 
-def file_names(source: Pretrained, format: str) -> tuple[str, ...]:
-    return FILES[format] + (TOKENIZER_FILES if format == "hf" and source.tokenizer else ())
+def tokenizer_of_export(source: Pretrained, format: str) -> tuple[dict[str, bytes], list[int]]:
+    """Return the tokenizer's files, which `hf` has if the tokenizer is known, and its ends of text.
+
+    They are empty, with a warning, if the files of a tokenizer.json are gone.
+    """
+    if format != "hf" or source.tokenizer is None:
+        return {}, []
+    if source.tokenizer in TOKENIZERS:
+        return built_in_files(source), [TOKENIZERS[source.tokenizer].eot]
+    try:
+        tokenizer = open_tokenizer(source.tokenizer)
+    except DataError as error:
+        warn(f"the export has no tokenizer: {error}")
+        return {}, []
+    return tokenizer.files, list(tokenizer.stops)
 
 
-def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
-    """Write the model's files into `folder`, and return their paths. Raises UserError if that fails."""
+def export(
+    source: Pretrained, format: str, folder: Path, tokenizer: tuple[dict[str, bytes], list[int]] = ({}, [])
+) -> list[Path]:
+    """Write the model's files into `folder`, and return their paths. Raises UserError if that fails.
+
+    `tokenizer` is what tokenizer_of_export() returned.
+    """
+    files, ends = tokenizer if format == "hf" else ({}, [])
     if format == "hf":
-        config, tensors = to_hugging_face(source)
+        config, tensors = to_hugging_face(source, ends)
         text = json.dumps(config, indent=2) + "\n"
         writers = [
             lambda path: checkpoint.save_tensors(tensors, path, {"format": "pt"}),
             lambda path: path.write_text(text, encoding="utf-8"),
         ]
-        if source.tokenizer:
-            writers += [partial(Path.write_bytes, data=data) for data in tokenizer_files(source)]
+        writers += [partial(Path.write_bytes, data=content) for content in files.values()]
     else:
         try:
             contents = to_nanogpt(source)
@@ -83,13 +102,13 @@ def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
             reason = class_and_message(error)[:300]
             raise UserError(f"{source.name} has a wrong manifest or {checkpoint.TRAINING}: {reason}") from error
         writers = [lambda path: torch.save(contents, path)]
-    names = file_names(source, format)
+    names = (*FILES[format], *files)
     write_files(folder, dict(zip(names, writers, strict=True)))
     return [folder / name for name in names]
 
 
-def tokenizer_files(source: Pretrained) -> list[bytes]:
-    """Return the contents of TOKENIZER_FILES, of transformers' GPT2Tokenizer: for gpt2, OpenAI's two files.
+def built_in_files(source: Pretrained) -> dict[str, bytes]:
+    """Return the files of transformers' GPT2Tokenizer for a tokenizer of ours: for gpt2, OpenAI's two files.
 
     For bytes, the vocabulary has a character for each byte, and there are no merges. Raises DataError if OpenAI's files
     are not cached and cannot be downloaded.
@@ -103,28 +122,25 @@ def tokenizer_files(source: Pretrained) -> list[bytes]:
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOT)
     config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": source.model["block_size"], **special}
     config |= {"add_prefix_space": False, "clean_up_tokenization_spaces": False}
-    return [merges, vocabulary, (json.dumps(config, indent=2) + "\n").encode()]
+    settings = (json.dumps(config, indent=2) + "\n").encode()
+    return {"merges.txt": merges, "vocab.json": vocabulary, "tokenizer_config.json": settings}
 
 
-def byte_characters() -> list[str]:
-    """Return the character for each byte in GPT-2's files: its own if Latin-1 prints it, otherwise one from 256 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+def to_hugging_face(source: Pretrained, ends: list[int]) -> tuple[dict, dict[str, Tensor]]:
+    """Return (config.json, the tensors of model.safetensors) of transformers' model, in fp32.
 
-
-def to_hugging_face(source: Pretrained) -> tuple[dict, dict[str, Tensor]]:
-    """Return (config.json, the tensors of model.safetensors) of transformers' model, in fp32."""
+    `ends` are the ids that end a text; the first is the tokenizer's eot.
+    """
     m = source.model
-    eot = TOKENIZERS[source.tokenizer].eot if source.tokenizer else None
+    ids = {"bos_token_id": ends[0] if ends else None, "eos_token_id": ends if len(ends) > 1 else None}
+    ids["eos_token_id"] = ids["eos_token_id"] or ids["bos_token_id"]
     if llama.is_llama(source.config):
-        config = llama.write_config(source.config) | {"bos_token_id": eot, "eos_token_id": eot}
+        config = llama.write_config(source.config) | ids
         return config, llama.write_tensors(source.weights, source.config)
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32", **COMPUTED}
     config |= {key: m[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
     config |= {"n_positions": m["block_size"], "n_ctx": m["block_size"], "n_inner": None, "tie_word_embeddings": True}
-    config |= {"layer_norm_epsilon": source.config.norm_eps}
-    config |= {"bos_token_id": eot, "eos_token_id": eot}
+    config |= {"layer_norm_epsilon": source.config.norm_eps} | ids
     # Hugging Face's model always has biases, so a model without biases gets zeros
     shapes = tensor_shapes(replace(source.config, bias=True))
     weights = {name: source.weights[name] if name in source.weights else torch.zeros(shapes[name]) for name in shapes}

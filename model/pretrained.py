@@ -17,12 +17,15 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from data.errors import DataError
 from data.tokenizer import TOKENIZERS, Tokenizer
+from data.tokenizer_json import open_tokenizer, same_tokenizer, tokenizer_size
 from model.checks import check_tensors, tensor_shapes
 from model.gpt import GPT
 from model.sources import TRAINING, Pretrained, open_source
 from model.vocabulary import take_vocabulary
-from runtime.config import check, command_line_values, value_text
+from runtime import checkpoint
+from runtime.config import UserError, check, command_line_values, value_text
 from runtime.resume import checkpoint_model_config
 
 # Fields of GPTConfig on which no weight depends. With another rope_theta the same weights read longer contexts
@@ -89,8 +92,12 @@ def take_model_config(cfg: DictConfig) -> None:
         return
     source = read_shape(name)
     cfg.model.update(fit_config(source, asked))
+    try:
+        is_same = source.tokenizer is None or same_tokenizer(source.tokenizer, cfg.data.tokenizer)
+    except DataError as error:
+        raise UserError(str(error)) from error
     check(
-        source.tokenizer in (None, cfg.data.tokenizer),
+        is_same,
         f"init_from={name} has the vocabulary of the tokenizer {source.tokenizer}, and data.tokenizer is "
         f"{cfg.data.tokenizer}: pass data.tokenizer={source.tokenizer}",
     )
@@ -113,13 +120,24 @@ def load_weights(model: GPT, pretrained: Pretrained) -> None:
 
 
 def tokenizer_of(source: Pretrained, asked: str | None) -> Tokenizer:
-    """Return the tokenizer `asked`, or the source's. Raises UserError if there is none, or if it has too many ids."""
+    """Return the tokenizer `asked`, or the source's.
+
+    Raises UserError if there is none, if it has too many ids, or if it is not the one that a run trained with.
+    Raises DataError if it cannot be read.
+    """
     name, size, known = asked or source.tokenizer, source.model["vocab_size"], " or ".join(TOKENIZERS)
     check(name is not None, f"{source.name} names no tokenizer, and none fits its {size} ids: pass tokenizer={known}")
-    check(name in TOKENIZERS, f"tokenizer={name}: choose {known}")
-    ids = TOKENIZERS[name].n_vocab
+    ids = tokenizer_size(name, "tokenizer")
     check(ids <= size, f"tokenizer={name} has {ids} ids, and {source.name} only {size}: name the one it trained with")
-    return TOKENIZERS[name]()
+    tokenizer = open_tokenizer(name)
+    if asked is None and source.checkpoint:
+        recorded = checkpoint.read_manifest(source.checkpoint).get("data", {}).get("tokenizer", tokenizer.name)
+        check(
+            recorded == tokenizer.name,
+            f"{source.name} trained with another tokenizer than that of {name}: its file has changed since (it was "
+            f"{recorded}, and is {tokenizer.name}); restore it, or pass tokenizer=FOLDER",
+        )
+    return tokenizer
 
 
 def check_weights(state: dict[str, Tensor], pretrained: Pretrained) -> dict[str, Tensor]:

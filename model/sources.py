@@ -17,6 +17,8 @@ from torch import Tensor
 from common.files import check_regular, open_regular
 from common.terminal import one_line
 from data.hub import HUB_NAME
+from data.tokenizer import TOKENIZERS
+from data.tokenizer_json import TOKENIZER
 from model import llama
 from model.checks import read_sizes
 from model.config import EPS, PRECISIONS, GPTConfig
@@ -47,7 +49,7 @@ class Pretrained(NamedTuple):
 
     model: dict  # the fields of GPTConfig, without TRAINING
     weights: dict[str, Tensor]  # fp32, on the CPU, with the names and in the order of GPT's state dict
-    tokenizer: str | None  # gpt2 | bytes | None: unknown
+    tokenizer: str | None  # as data.tokenizer names it; None: unknown
     name: str  # for messages: "gpt2", "out/RUN at step 20"
     checkpoint: Path | None = None  # the folder of a checkpoint of ours
     run_config: dict = {}  # the config of the run that trained this checkpoint  # noqa: RUF012
@@ -102,6 +104,8 @@ def open_checkpoint(path: Path) -> tuple[Pretrained, ReadWeights]:
     config = check_run_config(manifest["config"], name)
     model = {key: value for key, value in config["model"].items() if key not in TRAINING}
     tokenizer = check_tokenizer(config["data"].get("tokenizer"), name)
+    if tokenizer not in TOKENIZERS and (run / TOKENIZER).exists():  # the run's copy, because the source may be gone
+        tokenizer = str(run)
     return Pretrained(model, {}, tokenizer, name, folder, config), lambda: checkpoint.read_weights(folder)
 
 
@@ -156,7 +160,8 @@ def open_hugging_face(name: str, find_folder: Callable[[bool], Path]) -> tuple[P
     check(kind in kinds, f"{text}, and only {', '.join(kinds[:-1])} and {kinds[-1]} can be read")
     if kind == "gpt2":
         return open_gpt2(config, name, find_folder)
-    opened = Pretrained(llama.read_model(config, name), {}, guess_tokenizer(config["vocab_size"]), name)
+    model = llama.read_model(config, name)
+    opened = Pretrained(model, {}, own_tokenizer(name) or guess_tokenizer(model["vocab_size"]), name)
 
     def read_weights() -> dict[str, Tensor]:
         tensors = read_safetensors(weight_files(find_folder(True)), name)
@@ -182,7 +187,13 @@ def open_gpt2(config: dict, name: str, find_folder: Callable[[bool], Path]) -> t
         check(has_head, f"{name} has tie_word_embeddings=false and no lm_head.weight: its head is missing")
         return {key: w.T if CONV1D.fullmatch(key) and w.dim() == 2 else w for key, w in tensors.items()}
 
-    return Pretrained(model, {}, guess_tokenizer(model["vocab_size"]), name), read_weights
+    return Pretrained(model, {}, guess_tokenizer(model["vocab_size"]) or own_tokenizer(name), name), read_weights
+
+
+def own_tokenizer(name: str) -> str | None:
+    """Return the name of the tokenizer of transformers' model: its own, unless its folder has none."""
+    folder = Path(name)
+    return name if not folder.is_dir() or (folder / TOKENIZER).exists() else None
 
 
 def read_safetensors(files: list[Path], name: str) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ from data.tokenizer import Tokenizer
 
 
 def stop_ids(tokenizer: Tokenizer, stops: list[int | str] | None) -> tuple[int, ...]:
-    """Return the token ids that end a text: the ids in `stops`, and the tokenizer's eot. Empty if `stops` is None."""
-    return () if stops is None else (tokenizer.eot, *(stop for stop in stops if isinstance(stop, int)))
+    """Return the token ids that end a text: the ids in `stops`, and the tokenizer's own. Empty if `stops` is None."""
+    return () if stops is None else (*tokenizer.stops, *(stop for stop in stops if isinstance(stop, int)))
 
 
 class Text:
@@ -16,8 +16,8 @@ class Text:
 
     add() and finish() return new text that no later token can change. add() holds back a character until all its bytes
     are there, and the end of the text while a stop text may begin in it. The stop text itself is left out. `stops` are
-    texts and token ids. The tokenizer's eot is always a stop, unless `stops` is None. `tokens` has the tokens so far,
-    with the last token of the stop.
+    texts and token ids. The tokenizer's own stops always end a text, unless `stops` is None. `tokens` has the tokens so
+    far, with the last token of the stop.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: list[int | str] | None):

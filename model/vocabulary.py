@@ -2,8 +2,10 @@
 
 from omegaconf import DictConfig, OmegaConf
 
+from data.errors import DataError
 from data.tokenizer import TOKENIZERS
-from runtime.config import check
+from data.tokenizer_json import tokenizer_size
+from runtime.config import UserError
 
 
 def padded(ids: int) -> int:
@@ -14,13 +16,15 @@ def padded(ids: int) -> int:
 def take_vocabulary(cfg: DictConfig, key: str) -> None:
     """Replace model.vocab_size=null in a composed config by the size for the tokenizer that `key` names, or for bytes.
 
-    Raises UserError if there is no such tokenizer.
+    Raises UserError if there is no such tokenizer, or if it cannot be read.
     """
     model, tokenizer = cfg.get("model"), OmegaConf.select(cfg, key) or "bytes"
     if not model or "vocab_size" not in model or model.vocab_size is not None:
         return
-    check(tokenizer in TOKENIZERS, f"{key}={tokenizer}: choose {' or '.join(TOKENIZERS)}")
-    model.vocab_size = padded(TOKENIZERS[tokenizer].n_vocab)
+    try:
+        model.vocab_size = padded(tokenizer_size(tokenizer, key))
+    except DataError as error:
+        raise UserError(str(error)) from error
 
 
 def guess_tokenizer(vocab_size: int) -> str | None:

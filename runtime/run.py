@@ -111,6 +111,12 @@ class Run:
         if self.lost_line:
             self.log(*self.lost_line)
 
+    def add_files(self, files: dict[str, bytes]) -> None:
+        """Write files, name -> content, beside the row. Raises UserError if that fails."""
+        with explain_unwritable(self.folder):
+            for name, content in files.items():
+                write_atomically(self.folder / name, content)
+
     def log(self, step: int, figures: dict) -> None:
         """Write a line of metrics.jsonl, null for NaN, and pass it to the tracker. Raises UserError if that fails."""
         self._check_folder()

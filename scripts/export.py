@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.terminal import printable
 from data.errors import DataError
 from lab.commands import command
-from model.export import FILES, check_exportable, check_free, export, file_names
+from model.export import FILES, check_exportable, check_free, export, tokenizer_of_export
 from model.pretrained import read_pretrained, read_shape
 from model.sources import local_path
 from runtime.config import check
@@ -32,10 +32,11 @@ def main(cfg: Config) -> None:
     folder = local_path(cfg.path)
     check_free(folder, FILES[cfg.format])  # before the source, whose reading may take a download
     shape = read_shape(cfg.checkpoint)
-    check_free(folder, file_names(shape, cfg.format))
     check_exportable(shape, cfg.format)
+    tokenizer = tokenizer_of_export(shape, cfg.format)
+    check_free(folder, (*FILES[cfg.format], *tokenizer[0]))
     source = read_pretrained(cfg.checkpoint)
-    files = export(source, cfg.format, folder)
+    files = export(source, cfg.format, folder, tokenizer)
     millions = sum(weight.numel() for weight in source.weights.values()) / 1e6
     print(printable(f"{source.name}: {millions:.1f}M parameters in fp32 -> {', '.join(map(str, files))}"))
 

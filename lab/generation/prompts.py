@@ -135,13 +135,15 @@ def encode_prompt(text: str, tokenizer: Tokenizer, where: str = "the prompt") ->
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         check(False, f"{where} is not UTF-8 text: character {error.start + 1} is {text[error.start]!a}")
-    return Prompt(text, tokenizer.encode(text).tolist() or [tokenizer.eot], where)
+    return Prompt(text, tokenizer.encode_prompt(text).tolist() or [tokenizer.eot], where)
 
 
 def random_prompt(length: int, tokenizer: Tokenizer, seed: int) -> Prompt:
     """Return a prompt of `length` random ids. Its text is only a label; it does not decode the ids."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(tokenizer.eot, (length,), generator=generator).tolist()
+    # without eot where it is the last id. SmolLM2's is the first
+    count = tokenizer.eot if tokenizer.eot == tokenizer.n_vocab - 1 else tokenizer.n_vocab
+    ids = torch.randint(count, (length,), generator=generator).tolist()
     return Prompt(f"({length:,} random tokens)", ids)
 
 

@@ -176,9 +176,9 @@ def tokens_read(monkeypatch):
     counts = []
     monkeypatch.setattr("data.shards.READ_TOKENS", 1)
 
-    def counting_read_facts(file, count):
+    def counting_read_facts(file, count, dtype):
         counts.append(count)
-        return read_facts(file, count)
+        return read_facts(file, count, dtype)
 
     monkeypatch.setattr("data.shards.read_facts", counting_read_facts)
     return counts

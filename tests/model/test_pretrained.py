@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from data.errors import DataError
 from model import pretrained
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -93,7 +94,7 @@ def test_the_tokenizer_follows_from_the_size_of_the_vocabulary(tmp_path, ids, to
     found = read_shape(str(tmp_path))
     assert found.tokenizer == tokenizer
     assert tokenizer_of(found, "bytes").name == "bytes"
-    with pytest.raises(UserError, match=r"^tokenizer=foo: choose bytes or gpt2$"):
+    with pytest.raises(DataError, match=r"^tokenizer=foo: choose bytes or gpt2, or name a folder"):
         tokenizer_of(found, "foo")
     if tokenizer is None:
         with pytest.raises(UserError, match=rf"names no tokenizer, and none fits its {ids} ids: pass tokenizer="):

@@ -61,7 +61,9 @@ def test_the_vocabulary_is_the_sources_with_init_from(monkeypatch, tmp_path):
 
 
 def test_an_unknown_tokenizer_is_refused():
-    with pytest.raises(UserError, match=r"^data.tokenizer=words: choose bytes or gpt2$"):
+    with pytest.raises(
+        UserError, match=r"^data.tokenizer=words: choose bytes or gpt2, or name a folder with tokenizer.json"
+    ):
         take_model_config(composed("config", "model=tiny", "data.tokenizer=words"))
 
 
