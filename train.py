@@ -26,7 +26,7 @@ from lab.sweep import launcher
 from model import cost, optim, parallel, pretrained
 from model.config import PRECISIONS, GPTConfig
 from model.divergence import check_losses
-from model.executed import called_ops, warn_of_uncalled_ops
+from model.executed import warn_of_uncalled_ops
 from model.step import evaluate
 from runtime import compiling, console, resume, schedule, trackers
 from runtime import device as machine
@@ -177,7 +177,6 @@ def main(cfg: Config) -> None:
     if supervise.takes_over(cfg):  # kernels that are not of this repo cannot prove themselves: see lab/judge/README.md
         return
     t, device, recipe = cfg.train, machine.select_device(rank_device(cfg.device)), Recipe.of(cfg)
-    choice = f"{registry.label(cfg.kernels, cfg.attn, called_ops(cfg.model))}-{cfg.precision}{cfg.optim.suffix}"
     compiling.reset()
     with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:
         sizes = cost.figures(cfg.model, t.block_size) | {"world_size": ranks.world_size}
@@ -185,14 +184,14 @@ def main(cfg: Config) -> None:
         speed |= {"device": device, "devices": ranks.world_size}
         ranks.run_on_rank0(lambda: machine.check_step(cfg.device, t.tokens_per_step, **speed))
         processes = "" if ranks.single else f"-{cfg.parallel}{ranks.world_size}"
-        name = f"{sizes['parameters'] / 1e6:.0f}M-{choice}{processes}"
+        name = f"{sizes['parameters'] / 1e6:.0f}M-{recipe.label}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
         ranks.run_on_rank0(lambda: warn_of_uncalled_ops(cfg.model))
         line, ended = ranks.run_on_rank0(lambda: resume.find_end(folder, resume_from, t, name))
         if line:
             print(line)
             return
-        tried = f"train.batch_size={t.batch_size} x {t.block_size} tokens, {choice}"
+        tried = f"train.batch_size={t.batch_size} x {t.block_size} tokens, {recipe.label}"
         with (
             proof.suggest_batch_size(recipe, t, device, ranks),
             open_run(folder, name, cfg, cfg.logger, t.resume is not None, ranks) as run,

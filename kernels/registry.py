@@ -236,9 +236,9 @@ def runs_in_fp8(op: str, kernels: KernelsConfig) -> bool:
     return takes_fp8(op) if kernels.fp8 is None else op in kernels.fp8
 
 
-def rounds_in_inductor(kernels: KernelsConfig, attn: AttnConfig) -> bool:
+def rounds_in_inductor(kernels: KernelsConfig, attn: AttnConfig, called: Sequence[str]) -> bool:
     """Return whether torch.compile writes kernels that round to fp8, because a backend has none of its own (RUNS)."""
-    in_fp8 = {op: impl for op, impl in impl_by_op(kernels, attn).items() if runs_in_fp8(op, kernels)}
+    in_fp8 = {op: impl for op, impl in impl_by_op(kernels, attn, called).items() if runs_in_fp8(op, kernels)}
     return any(not getattr(backend(op, impl), "RUNS", ()) for op, impl in in_fp8.items())
 
 
@@ -258,17 +258,24 @@ def resolve(
     device: torch.device,
     needs: Mapping[str, Sequence[str]] | None = None,
     in_fp8: bool = False,
+    called: Sequence[str] = OPS,
 ) -> Ops:
     """Return the functions that the config chooses. `needs` is {op: optional arguments that its function must take}.
 
-    With `in_fp8`, the ops of runs_in_fp8() compute their products in it. Raises Unavailable if backends, torch.compile
-    or fp8 cannot run on `device`, or if a backend lacks an argument. The message names all backends that cannot run.
+    `called` are the ops that the model calls. With `in_fp8`, the ops of runs_in_fp8() compute their products in it.
+    Raises Unavailable if backends, torch.compile or fp8 cannot run on `device`, or if a backend lacks an argument. The
+    message names all backends that cannot run.
     """
     if kernels.fp8 is not None and not in_fp8:
         raise KernelError("kernels.fp8 needs precision=fp8: add precision=fp8, or remove kernels.fp8")
     if kernels.compile and not cpp_compiler():
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
-    if kernels.compile and in_fp8 and rounds_in_inductor(kernels, attn) and (reason := fp8.choose_ptxas(device)):
+    if (
+        kernels.compile
+        and in_fp8
+        and rounds_in_inductor(kernels, attn, called)
+        and (reason := fp8.choose_ptxas(device))
+    ):
         raise Unavailable(f"kernels.compile=true with precision=fp8 cannot run here: {reason}")
     if kernels.compile:
         compat.shorten_operator_errors()  # imports Inductor, which takes 2 s

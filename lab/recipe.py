@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kernels.registry import TRAINING_OPS, AttnConfig, KernelsConfig, impl_by_op
+from kernels.registry import TRAINING_OPS, AttnConfig, KernelsConfig, impl_by_op, label
 from lab.bench.new_backends import check_new_backends
 from model.config import PRECISIONS, GPTConfig
 from model.executed import call_shapes, called_ops, executed_kernels, slower_kernels
@@ -51,6 +51,12 @@ class Recipe:
         """The ops of a training step with this model and this optimizer."""
         called = called_ops(self.model, TRAINING_OPS)
         return [op for op in called if op != "muon" or self.optim.name == "muon"]
+
+    @property
+    def label(self) -> str:
+        """A short name of the kernels, the precision and the optimizer: `triton-gluon-bf16`, `eager-sdpa-fp32-muon`."""
+        choice = label(self.kernels, self.attn, called_ops(self.model))
+        return f"{choice}-{self.precision}{self.optim.suffix}"
 
     @property
     def chosen_kernels(self) -> dict[str, str | bool]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from common.terminal import shell_command, warn
 from data.loader import Loader
-from model.gpt import GPT, Norm
+from model.gpt import GPT
+from model.layers import Norm
 from model.optim import HISTORY, Optimizer
 from model.step_file import write_step
 from runtime.config import check

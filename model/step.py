@@ -12,7 +12,7 @@ from torch import Tensor
 from data.loader import Batch, Windows, count_targets, evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, check_available, resolve
 from model.config import PRECISIONS, GPTConfig
-from model.executed import called_kernels, name_backends
+from model.executed import called_kernels, called_ops, name_backends
 from model.gpt import GPT
 from model.modes import in_eval_mode
 from model.optim import Optimizer
@@ -37,7 +37,8 @@ def load_ops(
     kernels = called_kernels(config, kernels)
     check_available(kernels, attn, device)  # for `auto`, this reads the tables
     named = name_backends(config, kernels, precision, device)
-    return resolve(named, attn, device, config.needs(attention=needs), in_fp8=precision == "fp8")
+    needs, called = config.needs(attention=needs), called_ops(config)
+    return resolve(named, attn, device, needs, in_fp8=precision == "fp8", called=called)
 
 
 def build(

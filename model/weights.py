@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from kernels.decode import Layer, Weights
-from model.gpt import GPT, Block, cast
+from model.gpt import GPT, Block
+from model.layers import cast
 
 
 def weights_of(model: GPT) -> Weights:

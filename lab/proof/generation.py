@@ -16,7 +16,8 @@ from kernels.registry import AttnConfig, KernelsConfig, backend
 from kernels.sampling import Sampling
 from model.decoder import Decoder
 from model.generate import stream
-from model.gpt import GPT, Norm
+from model.gpt import GPT
+from model.layers import Norm
 from model.step import build
 
 NEW_TOKENS = 512

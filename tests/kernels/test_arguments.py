@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from hotswap.model.gpt import Norm
+from hotswap.model.layers import Norm
 
 import hotswap
 from kernels.check import float_tensors, outputs_and_gradients

@@ -10,9 +10,12 @@ import torch
 from kernels.registry import OPS, TRAINING_OPS, AttnConfig, KernelsConfig, contract
 from lab.recipe import Recipe
 from model.executed import called_kernels, called_ops
+from model.optim import OptimConfig
 from tests.model.test_gpt import SMALL
+from tests.model.test_optim import ADAMW
 
 CPU = torch.device("cpu")
+OPTIM = OptimConfig(**ADAMW)
 WITH_MODEL = [op for op in OPS if hasattr(contract(op), "MODEL")]  # the ops that GPT-2 does not call
 BROKEN = "def {op}(*arguments, **more):\n    raise RuntimeError\n\n\ndef unavailable(device):\n    return 'no'\n"
 
@@ -22,7 +25,7 @@ def test_an_op_with_model_is_called_by_such_a_model_only(op):
     llama = replace(SMALL, **contract(op).MODEL)
     assert op in called_ops(llama)
     assert op not in called_ops(SMALL)
-    assert {"adamw"} <= {*called_ops(SMALL, TRAINING_OPS)} == {*called_ops(SMALL), "adamw"}
+    assert {*called_ops(SMALL, TRAINING_OPS)} == {*called_ops(SMALL), "adamw", "muon"}
     assert getattr(called_kernels(SMALL, KernelsConfig(**{op: "auto"})), op) == "eager"
     assert getattr(called_kernels(llama, KernelsConfig(**{op: "auto"})), op) == "auto"
 
@@ -32,7 +35,7 @@ def test_a_backend_of_an_uncalled_op_is_neither_checked_nor_refused(op, monkeypa
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(BROKEN.format(op=op))
     monkeypatch.setattr("lab.bench.new_backends.run_probes", lambda groups, *_: [["wrong: broken"] for _ in groups])
-    recipe = Recipe(SMALL, KernelsConfig(**{op: "mine.py"}), AttnConfig("sdpa"), None, "fp32", seed=1)
+    recipe = Recipe(SMALL, KernelsConfig(**{op: "mine.py"}), AttnConfig("sdpa"), OPTIM, "fp32", seed=1)
     assert recipe.check_kernels(CPU) == {}
     assert op not in recipe.chosen_kernels
 
