@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import zipfile
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,14 +15,16 @@ from safetensors.torch import load_file, save_file
 
 import train
 from common.files import read_json, write_json
-from model import export
+from model import export, llama
 from model.config import LARGEST, GPTConfig
-from model.pretrained import read_pretrained
+from model.pretrained import Pretrained, read_pretrained
 from runtime.config import UserError
 from scripts import evaluate, generate
 from scripts import export as export_command
 from tests.model.test_gpt import gpt
 from tests.model.test_pretrained import nanogpt_state, saved
+from tests.model.test_today import CONFIGS
+from tests.model.test_today import gpt as qwen3
 
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 8, "bias": True, "vocab_size": 320, "dropout": 0.0}
 HF_CONFIG = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 8, "vocab_size": 320}
@@ -143,24 +146,56 @@ def test_a_compressed_ckpt_pt_and_a_large_object_are_refused_before_they_are_rea
 # Hugging Face's folders
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A Hugging Face folder of SMALL."""
-    state = nanogpt_state(SMALL)
-    linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-    tensors = {name: (w.T if name.endswith(linear) else w).contiguous() for name, w in state.items()}
-    del tensors["lm_head.weight"]
+@pytest.fixture(params=["gpt2", "qwen3"])
+def folder(request, tmp_path):
+    """A Hugging Face folder of SMALL, or of a Qwen3."""
     path = tmp_path / "theirs"
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(HF_CONFIG))
-    save_file(tensors, path / "model.safetensors")
+    if request.param == "qwen3":
+        config = replace(CONFIGS["qwen3"], vocab_size=320)
+        source = Pretrained(asdict(replace(config, dropout=0.0)), dict(qwen3(config).state_dict()), None, "qwen3")
+        source.model.pop("dropout")
+        export.export(source, "hf", path)
+    else:
+        state = nanogpt_state(SMALL)
+        linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        tensors = {name: (w.T if name.endswith(linear) else w).contiguous() for name, w in state.items()}
+        del tensors["lm_head.weight"]
+        (path / "config.json").write_text(json.dumps(HF_CONFIG))
+        save_file(tensors, path / "model.safetensors")
     assert reads(path)
     return path
 
 
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
 CONFIG_KEYS = [*HF_CONFIG, *export.COMPUTED, "layer_norm_epsilon", "n_inner", "tie_word_embeddings"]
+LLAMA_KEYS = {*llama.SIZES.values(), *llama.HEADS.values(), *llama.COMPUTED, *llama.READ, *llama.READ_OF["qwen3"]}
 
 
+@pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("key", [*sorted(LLAMA_KEYS), "rope", "unknown"])
+def test_a_wrong_value_in_the_config_of_a_qwen3(folder, key):
+    """Each is read, or is one line; the sizes are always refused. `rope` is a key of the rope parameters."""
+    whole = config_of(folder)
+    for value in [value for value in VALUES if value != 10**5000] + [MISSING]:
+        value = nested(4) if value == VALUES[-1] else value
+        held = [changed(whole, key, value)]
+        if key == "rope":
+            rope = {"rope_type": "llama3", "factor": 8.0, **llama.LLAMA3}
+            held = [{**whole, "rope_scaling": changed(rope, name, value)} for name in (*rope, "rope_theta", "type")]
+        if key == "max_window_layers":
+            held = [changed({**whole, "use_sliding_window": True, "sliding_window": 5}, key, value)]
+        for config in held:
+            (folder / "config.json").write_text(json.dumps(config))
+            is_read = reads(folder)
+            if key in llama.SIZES.values() and key != "max_position_embeddings":  # a rope model has no table
+                assert not is_read, value
+
+
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
 @pytest.mark.parametrize("key", CONFIG_KEYS)
 def test_a_wrong_value_in_config_json(folder, key):
     """json.dumps() writes NaN and Infinity, and Python reads them. Values that mean the same are read."""
@@ -198,7 +233,9 @@ def test_a_file_that_is_something_else(folder, name):
 
 def test_of_a_key_that_stands_twice_the_last_counts(folder):
     """As in transformers: JSON does not say more."""
-    (folder / "config.json").write_text(json.dumps(HF_CONFIG).replace("{", '{"n_layer": 1000000, ', 1))
+    twice = f'{{"n_layer": {10**6}, "num_hidden_layers": {10**6}, '
+    text = (folder / "config.json").read_text().replace("{", twice, 1)
+    (folder / "config.json").write_text(text.replace('"n_layer": 1000000, ', "") if "qwen3" in text else text)
     assert reads(folder)
 
 
@@ -221,11 +258,13 @@ def test_an_index_names_only_files_beside_it(folder):
     assert reads(folder)
 
 
-@pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.ln_f.bias", "lm_head.weight"])
-def test_a_wrong_tensor_in_safetensors(folder, name):
+@pytest.mark.parametrize("number", [0, 7, -1, "head"])
+def test_a_wrong_tensor_in_safetensors(folder, number):
     path = folder / "model.safetensors"
     held = load_file(path)
-    whole = held.get(name, held["transformer.wte.weight"])
+    table = next(name for name in held if name.endswith(("wte.weight", "embed_tokens.weight")))
+    name = "lm_head.weight" if number == "head" else sorted(held)[number]
+    whole = held.get(name, held[table])
     for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8):
         save_file({**held, name: whole.to(dtype)}, path)
         assert not reads(folder), dtype
@@ -320,6 +359,7 @@ def test_a_model_of_a_million_layers_is_refused_before_it_is_built(hotswap):
     )
 
 
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
 def test_the_commands_print_one_line(called, folder, monkeypatch):
     """init_from, checkpoint= of generate, evaluate and export: a config that does not fit, and a damaged ckpt.pt."""
     monkeypatch.chdir(folder.parent)
