@@ -183,7 +183,7 @@ def test_bits_per_byte_follow_from_the_vocabulary_when_all_tokens_are_equally_li
             [*TEXT, "data.path=text/0.txt"],
             "the validation text has 10 tokens, and one sample takes 49 (block_size + 1)",
         ),
-        ([*TEXT, "tokenizer=foo"], "tokenizer=foo: choose bytes or gpt2\n"),
+        ([*TEXT, "tokenizer=foo"], "tokenizer=foo: choose bytes or gpt2, or name a folder with tokenizer.json or "),
         (['checkpoint="~nobody-here/x"'], "~nobody-here/x: the home folder of this user is not known"),
         ([*TEXT, "batches=0"], "batches=0: it must be at least 1"),
         ([*TEXT, "precision=int8"], "precision=int8: choose fp32, amp, bf16, fp8"),
