@@ -64,9 +64,12 @@ class Pretrained(NamedTuple):
 
 
 def random_source(model: dict) -> Pretrained:
-    """Return a source without weights for a model with these fields of GPTConfig: a measurement needs no checkpoint."""
+    """Return a source without weights for a model with these fields of GPTConfig: a measurement needs no checkpoint.
+
+    Its texts have no meaning, so bytes will do if no tokenizer fits.
+    """
     model = {key: value for key, value in model.items() if key not in TRAINING}
-    return Pretrained(model, {}, guess_tokenizer(model["vocab_size"]), "random weights")
+    return Pretrained(model, {}, guess_tokenizer(model["vocab_size"]) or "bytes", "random weights")
 
 
 def open_source(source: str) -> tuple[Pretrained, ReadWeights]:

@@ -20,7 +20,7 @@ from model.generate_config import GenerateConfig
 from model.sources import Pretrained, random_source
 from model.step import build
 from model.text import Text, stop_ids
-from model.vocabulary import take_vocabulary
+from model.vocabulary import guess_tokenizer, take_vocabulary
 from runtime.config import check, command_line_values
 
 
@@ -144,7 +144,10 @@ class GenerationKeys:
             own = source.run_config.get("precision")
             self.precision = "bf16" if own in (None, "fp8") else own  # fp8 cannot generate, and its weights are in bf16
         tokenizer = pretrained.tokenizer_of(source, self.tokenizer)
-        sampling = Sampling(tokenizer.n_vocab, self.temperature, self.top_k, self.top_p)
+        # the speed of a shape includes a draw from all its ids, also if no tokenizer of ours has them
+        fits = source.weights or guess_tokenizer(source.config.vocab_size)
+        n_vocab = tokenizer.n_vocab if fits else source.config.vocab_size
+        sampling = Sampling(n_vocab, self.temperature, self.top_k, self.top_p)
         stops = self.stop if source.weights or self.stop else None
         groups = self.kernels, self.attn, self.precision, self.generate
         return GenerationRecipe(source, tokenizer, *groups, sampling, self.seed, stops)

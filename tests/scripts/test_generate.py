@@ -299,6 +299,14 @@ def test_random_weights_of_a_shape(command):
     assert samples("stopped")[0] == {"prompt": "(100 random tokens)", "text": "", "tokens": 1}
 
 
+def test_random_weights_whose_ids_no_tokenizer_has(command):
+    """The draws are from all ids. Only 257 of 8192 stand for a byte, so most of the 20 tokens have no text."""
+    arguments = *RANDOM, "prompt_tokens=5", "max_new_tokens=20", "top_k=0", "temperature=100"
+    assert command(*arguments, "model.vocab_size=8192", "out_dir=run")[::2] == (0, "")
+    assert samples()[0]["tokens"] == 20
+    assert len(samples()[0]["text"]) < 10
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
