@@ -121,7 +121,12 @@ class Decoder:
         self.prefills: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         # One stream for all captures, because cuBLAS allocates a workspace for each stream
         self.capture_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        own = contract.Model(self._forward, self._weights)
+        if config.logit_softcap is not None and decode != "blocks":
+            raise Unavailable(
+                f"kernels.decode={decode} has no cap, and this model has model.logit_softcap={config.logit_softcap}: "
+                "choose kernels.decode=blocks"
+            )
+        own = contract.Model(self._forward, partial(weights_of, model))
         pack = getattr(module, "pack", None)
         self.decode = load("decode", decode, device)
         self.packed = pack(own, Cache(self.kv, self.rows, self.positions)) if pack else own.weights()
@@ -139,27 +144,6 @@ class Decoder:
 
     def _forward(self, tokens: Tensor, cache: Cache) -> Tensor:
         return self.model.forward(tokens, cache=cache._replace(keeps_fp8=self.keeps_fp8))
-
-    def _weights(self) -> contract.Weights:
-        config = self.model.config
-        others = {
-            f"model.norm={config.norm}": config.norm != "layernorm",
-            f"model.norm_eps={config.norm_eps:g}": config.norm_eps != contract.EPS,
-            f"model.rope_theta={config.rope_theta:g}": config.pos == "rope" and config.rope_theta != contract.THETA,
-            f"model.rope_scaling={config.rope_scaling}": config.rope_scaling is not None,
-            f"model.head_dim={config.head_dim}": config.head_size * config.n_head != config.n_embd,
-            "model.qk_norm=true": config.qk_norm,
-            f"model.mlp={config.mlp}": config.mlp != "gelu",
-            f"model.hidden={config.hidden}": config.mlp == "gelu" and config.hidden_size != 4 * config.n_embd,
-            "model.tie_embeddings=false": not config.tie_embeddings,
-            f"model.logit_softcap={config.logit_softcap}": config.logit_softcap is not None,
-        }
-        if names := " and ".join(name for name, present in others.items() if present):
-            raise Unavailable(
-                f"kernels.decode={self.name} computes GPT-2's shape only, and this model has "
-                f"{names}: choose kernels.decode=blocks"
-            )
-        return weights_of(self.model)
 
     def allocated_rows(self, window: int | None) -> int:
         """Return the rows of the cache: one for each position and for a draft after the last one, or `window` rows.

@@ -16,7 +16,8 @@ def weights_of(model: GPT) -> Weights:
     def layer(block: Block) -> Layer:
         attn, mlp = block.attn, block.mlp
         parts = (block.ln_1, attn.c_attn, attn.c_proj, block.ln_2, mlp.c_fc, mlp.c_proj)
-        weights = (weight for part in parts for weight in (part.weight, part.bias))
+        weights = [weight for part in parts for weight in (part.weight, part.bias)]
+        weights += [None if norm is None else norm.weight for norm in (attn.q_norm, attn.k_norm)]
         return Layer(*(cast(weight, dtype) for weight in weights))
 
     wte = cast(model.wte.weight, dtype)
@@ -29,7 +30,13 @@ def weights_of(model: GPT) -> Weights:
         ln_f_bias=cast(model.ln_f.bias, dtype),
         heads=config.n_head,
         kv_heads=config.kv_heads,
+        head_dim=config.head_size,
         stream_dtype=model.wte.weight.dtype,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        mlp=config.mlp,
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
     )
 
 

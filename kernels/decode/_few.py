@@ -9,14 +9,16 @@ triton.py says why, and what they measure. The arguments of the kernels:
     weight_ptr                  (OUT, K)
     scale_ptr                   (OUT,) fp32 if W is in int8, otherwise None
     bias_ptr                    (OUT,) or None
-    out_ptr                     (N, OUT); for qkv the queries, (N, H D)
-    k_ptr, v_ptr                (B, cache_rows, Hkv, D)
+    out_ptr                     (N, OUT); for qkv the queries, (N, H D); for swiglu (N, OUT / 2)
+    k_ptr, v_ptr                (B, cache_rows, Hkv, D). Without k_ptr, out_ptr gets queries and keys: see store_qkv()
     rope_ptr                    (2, N, D/2) fp32, or None without rotary positions
     positions_ptr               (B,) int64: of token 0 of each sequence
     wte_ptr, wpe_ptr            (V, K), and (wpe_rows, K) or None with rotary positions
     tokens_ptr                  (N,) int64: row b T + t is token t of sequence b
     count_ptr                   (COUNTS,) int32 or None: see zero_counts()
     Q_WIDTH, KV_WIDTH           H D and Hkv D
+    EPS, CENTRED                of the norm: CENTRED is False for RMSNorm
+    ACTIVATION                  gelu, relu2, or swiglu, whose W has the rows of the gate and then those of up
     ROWS                        N or more
     BLOCK_N                     rows of W of a program
     BLOCK_K, SLICES             columns of a tile of W, and the parts of them that are summed separately
@@ -27,19 +29,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode._qkv import rows_in_cache, store_qkv, weight_rows
+from kernels.decode._pairs import weight_rows
+from kernels.decode._qkv import rows_in_cache, store_qkv
 from kernels.decode._step import FEW, NOT_SPECIALISED, Matrix, Step, split_scales
 from kernels.decode._tiles import (
     add_bias,
     add_branch,
     embed,
-    gelu,
     launch_next_kernel,
     load_vector,
     load_weights,
     multiply,
     multiply_rows,
     normalise,
+    store_hidden,
     store_rows,
     wait_for_earlier_kernels,
     zero_counts,
@@ -96,19 +99,24 @@ def _fc_kernel(
     SLICES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    """stream = residual + x; out = GELU(LayerNorm(stream) W^T + bias)."""
+    """stream = residual + x; out = activation(norm(stream) W^T + bias)."""
     launch_next_kernel(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.arange(0, ROWS).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ACTIVATION == "swiglu":
+        n = weight_rows(tl.program_id(0), BLOCK_N, OUT, True)
     weights, gains, shifts = load_weights(weight_ptr, ln_weight_ptr, ln_bias_ptr, n, OUT, K, BLOCK_K, SLICES, dtype)
     scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
     wait_for_earlier_kernels(PDL)
     stream = add_branch(x_ptr, residual_ptr, stream_ptr, row[:, None], tl.program_id(0) == 0, N, K, BLOCK_K)
-    x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
+    x = normalise(stream, gains, shifts, K, BLOCK_K, EPS, CENTRED, dtype)
     y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
-    store_rows(out_ptr, gelu(y), row, n, N, OUT)
+    store_hidden(out_ptr, y, row, n, N, OUT, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
@@ -140,8 +148,10 @@ def _qkv_kernel(
     SLICES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
-    """stream = residual + x; q, k, v = LayerNorm(stream) W^T + bias. k and v go into the cache."""
+    """stream = residual + x; q, k, v = norm(stream) W^T + bias. k and v go into the cache."""
     launch_next_kernel(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.arange(0, ROWS).to(tl.int64)
@@ -151,7 +161,7 @@ def _qkv_kernel(
     cache_row = rows_in_cache(row, positions_ptr, N, T, cache_rows)
     wait_for_earlier_kernels(PDL)
     stream = add_branch(x_ptr, residual_ptr, stream_ptr, row[:, None], tl.program_id(0) == 0, N, K, BLOCK_K)
-    x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
+    x = normalise(stream, gains, shifts, K, BLOCK_K, EPS, CENTRED, dtype)
     y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
     store_qkv(y, row, n, cache_row, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
 
@@ -189,8 +199,10 @@ def _embed_qkv_kernel(
     SLICES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
-    """The first kernel of a step. The stream begins with the embeddings: q, k, v = LayerNorm(stream) W^T + bias."""
+    """The first kernel of a step. The stream begins with the embeddings: q, k, v = norm(stream) W^T + bias."""
     launch_next_kernel(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.arange(0, ROWS).to(tl.int64)
@@ -204,7 +216,7 @@ def _embed_qkv_kernel(
     stream = embed(
         wte_ptr, wpe_ptr, tokens_ptr, positions_ptr, stream_ptr, row[:, None], is_writer, N, T, wpe_rows, K, BLOCK_K
     )
-    x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
+    x = normalise(stream, gains, shifts, K, BLOCK_K, EPS, CENTRED, dtype)
     y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
     store_qkv(y, row, n, cache_row, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
 
@@ -248,9 +260,10 @@ def padded_rows(N: int, dtype: torch.dtype) -> int:
 def product(
     step: Step, name: str, x: Tensor | dict, weight: Matrix, bias: Tensor | None = None, **cache: Tensor | None
 ) -> Tensor:
-    """Return x W^T + bias, (N, OUT). For fc the result is its GELU, and for qkv only the queries, (N, H D).
+    """Return x W^T + bias, (N, OUT). For fc the result is its activation, and for qkv the queries, (N, H D).
 
-    x is (N, K), or for qkv and fc the result of add_norm(). `cache` has k_ptr, v_ptr and rope_ptr, for qkv.
+    x is (N, K), or for qkv and fc the result of add_norm(). `cache` has k_ptr, v_ptr and rope_ptr, for qkv. With only
+    v_ptr, the keys are beside the queries, (N, (H + Hkv) D).
     """
     arguments = x if isinstance(x, dict) else {"x_ptr": x}
     kernel = {"qkv": _qkv_kernel, "fc": _fc_kernel}.get(name, _product_kernel)
@@ -260,7 +273,7 @@ def product(
     OUT, K = W.shape
     default = product_launch(OUT, K, step.dtype, multiprocessors(step.device))
     launch = step.parameters(name, f"{OUT} {K} {W.dtype}", default)
-    out = step.empty(step.N, step.shared["Q_WIDTH"] if name == "qkv" else OUT)
+    out = step.empty(step.N, step.columns(name, OUT))
     step.launch(
         kernel,
         (triton.cdiv(OUT, launch["BLOCK_N"]),),

@@ -10,18 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode._qkv import rows_in_cache, store_qkv, weight_rows
+from kernels.decode._pairs import weight_rows
+from kernels.decode._qkv import rows_in_cache, store_qkv
 from kernels.decode._step import FEW, NOT_SPECIALISED, Matrix, Step, split_scales
 from kernels.decode._tiles import (
     add_bias,
     add_branch,
     embed,
-    gelu,
     launch_next_kernel,
     load_packed,
     load_vector,
     normalise,
     prefetch,
+    store_hidden,
     store_rows,
     wait_for_earlier_kernels,
     zero_counts,
@@ -52,8 +53,10 @@ def _embed_norm_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,  # K or more
     PDL: tl.constexpr,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,  # False: RMSNorm
 ):
-    """The first kernel of a step. The stream begins with the embeddings: out = LayerNorm(stream), a row a program."""
+    """The first kernel of a step. The stream begins with the embeddings: out = norm(stream), a row a program."""
     launch_next_kernel(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
@@ -62,7 +65,8 @@ def _embed_norm_kernel(
     wait_for_earlier_kernels(PDL)
     zero_counts(count_ptr, COUNTS)
     stream = embed(wte_ptr, wpe_ptr, tokens_ptr, positions_ptr, stream_ptr, row, True, N, T, wpe_rows, K, BLOCK_K)
-    _store_row(out_ptr, normalise(stream, gains, shifts, K, BLOCK_K, dtype), row, K, BLOCK_K)
+    y = normalise(stream, gains, shifts, K, BLOCK_K, EPS, CENTRED, dtype)
+    _store_row(out_ptr, y, row, K, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
@@ -79,8 +83,10 @@ def _norm_kernel(
     BLOCK_K: tl.constexpr,  # K or more
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,  # False: RMSNorm
 ):
-    """stream = residual + x; out = LayerNorm(stream), a row a program."""
+    """stream = residual + x; out = norm(stream), a row a program."""
     launch_next_kernel(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
@@ -88,7 +94,8 @@ def _norm_kernel(
     gains, shifts = (load_packed(ln_weight_ptr, k, K),), (load_packed(ln_bias_ptr, k, K),)
     wait_for_earlier_kernels(PDL)
     stream = add_branch(x_ptr, residual_ptr, stream_ptr, row, True, N, K, BLOCK_K, x_bias_ptr, PARTS, dtype)
-    _store_row(out_ptr, normalise(stream, gains, shifts, K, BLOCK_K, dtype), row, K, BLOCK_K)
+    y = normalise(stream, gains, shifts, K, BLOCK_K, EPS, CENTRED, dtype)
+    _store_row(out_ptr, y, row, K, BLOCK_K)
 
 
 @triton.jit
@@ -134,7 +141,7 @@ def _matmul_qkv_kernel(
     weight_ptr,
     scale_ptr,
     bias_ptr,
-    out_ptr,  # (N, H D): the queries
+    out_ptr,  # q_ptr of store_qkv(): the queries
     k_ptr,  # arguments of store_qkv(), like the next two
     v_ptr,
     rope_ptr,
@@ -176,11 +183,11 @@ def _matmul_kernel(
     weight_ptr,  # (OUT, K)
     scale_ptr,  # (OUT,) fp32 if W is in int8, otherwise None
     bias_ptr,  # (OUT,) or None
-    out_ptr,  # (N, OUT); if PARTS > 1 the sums over parts of K, (PARTS, N, OUT) fp32
+    out_ptr,  # (N, OUT), for swiglu (N, OUT / 2); if PARTS > 1 the sums over parts of K, (PARTS, N, OUT) fp32
     N,
     OUT: tl.constexpr,
     K: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # see store_hidden(); None: none
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of x of a program
     BLOCK_N: tl.constexpr,  # rows of W of a program
@@ -189,10 +196,12 @@ def _matmul_kernel(
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = x W^T + bias, or its GELU. A program multiplies one part of K."""
+    """out = x W^T + bias, or its activation. A program multiplies one part of K."""
     launch_next_kernel(PDL)
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ACTIVATION == "swiglu":
+        n = weight_rows(tl.program_id(1), BLOCK_N, OUT, True)
     w_ptr = weight_ptr + n.to(tl.int64)[:, None] * K
     in_rows, in_out = (row < N)[:, None], (n < OUT)[:, None]
     PART: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
@@ -206,9 +215,10 @@ def _matmul_kernel(
     wait_for_earlier_kernels(PDL)
     total = _multiply_columns(x_ptr, w_ptr, row, in_rows, in_out, first, last, K, BLOCK_K, PRECISION)
     y = add_bias(total, scale, bias, out_ptr.dtype.element_ty)
-    if GELU:
-        y = gelu(y)
-    store_rows(out_ptr, y, row, n, N, OUT)
+    if ACTIVATION is None:
+        store_rows(out_ptr, y, row, n, N, OUT)
+    else:
+        store_hidden(out_ptr, y, row, n, N, OUT, ACTIVATION)
 
 
 def matmul_launch(name: str, N: int, OUT: int, K: int, dtype: torch.dtype, processors: int, shared: int) -> dict:
@@ -276,13 +286,16 @@ def product(
             f"{GRID_Y * launch['BLOCK_N']:,}: choose kernels.decode=blocks"
         )
     part = triton.cdiv(K, parts * launch["BLOCK_K"]) * launch["BLOCK_K"]  # columns
+    shape, dtype = (step.N, step.columns(name, OUT)), None
     if name == "qkv":  # it never splits K
-        kernel, out = _matmul_qkv_kernel, step.empty(step.N, step.shared["Q_WIDTH"])
+        kernel = _matmul_qkv_kernel
         del launch["PARTS"]
     else:
         kernel = _matmul_kernel
-        out = step.empty(step.N, OUT) if parts == 1 else step.empty(parts, step.N, OUT, dtype=torch.float32)
-        launch["GELU"] = name == "fc"
+        launch["ACTIVATION"] = step.weights.mlp if name == "fc" else None
+        if parts > 1:
+            shape, dtype = (parts, step.N, OUT), torch.float32
+    out = step.empty(*shape, dtype=dtype)
     step.launch(
         kernel,
         grid,

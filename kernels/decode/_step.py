@@ -9,7 +9,6 @@ from torch import Tensor
 from kernels.cache import Cache
 from kernels.decode import Weights
 from kernels.gpu import gpu_unavailable, multiprocessors
-from kernels.rope import rope_table
 from kernels.tuned import launch_parameters
 
 FEW = 16  # rows of a matmul instruction; up to this many rows, each program normalises all rows itself
@@ -47,7 +46,7 @@ class Step:
         self.few = self.N <= FEW
         self.weights, self.tokens = weights, tokens.contiguous()
         self.stream: Tensor | None = None  # the residual stream, (N, C)
-        self.rope = rope_table(cache.token_positions(T), D) if weights.wpe is None else None
+        self.rope = weights.rope_table(cache.token_positions(T))
         self.splits, self.split_keys = plan_splits(cache.keys)
         # Many heads need no splits. With few rows, neither the splits nor the bits of a row may depend on B
         if not self.few and B * weights.kv_heads >= multiprocessors(self.device):
@@ -68,6 +67,9 @@ class Step:
             "KV_WIDTH": weights.kv_heads * D,
             "PDL": can_launch_early(self.device),
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",  # only fp32 matmuls use it
+            "EPS": weights.norm_eps,
+            "CENTRED": weights.norm == "layernorm",
+            "ACTIVATION": weights.mlp,
         }
 
     def launch(self, kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: Any) -> None:
@@ -88,6 +90,12 @@ class Step:
 
     def empty(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
+
+    def columns(self, name: str, OUT: int) -> int:
+        """Return the columns that a product with OUT rows of W stores, except those in the cache."""
+        if name == "qkv":
+            return self.shared["Q_WIDTH"] + (self.shared["KV_WIDTH"] if self.weights.has_qk_norm else 0)
+        return OUT // 2 if name == "fc" and self.weights.mlp == "swiglu" else OUT
 
     def add_norm(self, x: Tensor | tuple[Tensor, Tensor | None] | None, weight: Tensor, bias: Tensor | None) -> dict:
         """Return the arguments of a kernel that adds x to the residual stream and normalises the sum.

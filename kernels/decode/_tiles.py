@@ -7,10 +7,8 @@ Pointers that are None switch a part off.
 import triton
 import triton.language as tl
 
-from kernels import decode as contract
+from kernels.decode._pairs import split_pairs
 from kernels.mlp._activations import gelu_over_h
-
-EPS = tl.constexpr(contract.EPS)  # of LayerNorm
 
 
 @triton.jit
@@ -82,7 +80,7 @@ def load_packed(pointer, index, size):
 @triton.jit
 def load_weights(
     weight_ptr,  # (OUT, K)
-    ln_weight_ptr,  # (K,), or None for a product without LayerNorm
+    ln_weight_ptr,  # (K,), or None for a product without a norm
     ln_bias_ptr,
     n,  # (BLOCK_N,)
     OUT,
@@ -91,7 +89,7 @@ def load_weights(
     SLICES: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Return rows n of W in `dtype`, and LayerNorm's weight and bias: three tuples of tiles.
+    """Return rows n of W in `dtype`, and the norm's weight and bias: three tuples of tiles.
 
     Their shapes are (SLICES, BLOCK_K / SLICES, BLOCK_N), (BLOCK_K,) and (BLOCK_K,).
     """
@@ -186,22 +184,37 @@ def add_branch(
 
 
 @triton.jit
-def normalise(tiles, gains, shifts, K: tl.constexpr, BLOCK_K: tl.constexpr, dtype: tl.constexpr):
-    """Return the LayerNorm of rows in `dtype`. Rows and result are tuples of tiles (ROWS, BLOCK_K), 0 from K on."""
+def normalise(
+    tiles,
+    gains,
+    shifts,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,  # False: RMSNorm
+    dtype: tl.constexpr,
+):
+    """Return the norm of rows in `dtype`. Rows and result are tuples of tiles (ROWS, BLOCK_K), 0 from K on."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    total = tiles[0].to(tl.float32)
-    for step in tl.static_range(1, STEPS):
-        total += tiles[step].to(tl.float32)
-    mean = (tl.sum(total, 1) / K)[:, None]
-    squares = tl.zeros(total.shape, tl.float32)
+    if CENTRED:
+        total = tiles[0].to(tl.float32)
+        for step in tl.static_range(1, STEPS):
+            total += tiles[step].to(tl.float32)
+        mean = (tl.sum(total, 1) / K)[:, None]
+    squares = tl.zeros(tiles[0].shape, tl.float32)
     for step in tl.static_range(STEPS):
-        in_row = step * BLOCK_K + tl.arange(0, BLOCK_K) < K
-        centred = tl.where(in_row[None, :], tiles[step].to(tl.float32) - mean, 0.0)
+        centred = tiles[step].to(tl.float32)
+        if CENTRED:
+            in_row = step * BLOCK_K + tl.arange(0, BLOCK_K) < K
+            centred = tl.where(in_row[None, :], centred - mean, 0.0)
         squares += centred * centred
     rstd = (1.0 / tl.sqrt(tl.sum(squares, 1) / K + EPS))[:, None]
     out = ()
     for step in tl.static_range(STEPS):
-        y = (tiles[step].to(tl.float32) - mean) * rstd
+        y = tiles[step].to(tl.float32)
+        if CENTRED:
+            y = y - mean
+        y = y * rstd
         y = y * gains[step].to(tl.float32)[None, :] + shifts[step].to(tl.float32)[None, :]
         out += (y.to(dtype),)
     return out
@@ -257,3 +270,19 @@ def store_rows(out_ptr, y, row, n, N, OUT: tl.constexpr):
     """Store y (M, BLOCK_N) in rows `row` and columns n of out (N, OUT)."""
     in_rows = (row < N)[:, None]
     tl.store(out_ptr + row[:, None] * OUT + n[None, :], y, in_rows & (n < OUT)[None, :])
+
+
+@triton.jit
+def store_hidden(out_ptr, y, row, n, N, OUT: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Store the activation of y (M, BLOCK_N), columns n of fc's result (N, OUT).
+
+    With swiglu, n are weight_rows(PAIRS=True), and out is (N, OUT / 2).
+    """
+    if ACTIVATION == "swiglu":
+        gate, up, unit = split_pairs(y, n)
+        store_rows(out_ptr, (gate / (1 + tl.exp(-gate)) * up).to(y.dtype), row, unit, N, OUT // 2)
+    elif ACTIVATION == "relu2":
+        h = y.to(tl.float32)
+        store_rows(out_ptr, tl.where(h < 0, 0.0, h * h).to(y.dtype), row, n, N, OUT)  # NaN stays NaN
+    else:
+        store_rows(out_ptr, gelu(y), row, n, N, OUT)

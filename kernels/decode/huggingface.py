@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kernels.attention import attention_mask
 from kernels.cache import Cache
-from kernels.decode import Model, Weights
+from kernels.decode import Model, Weights, refuse_other_shapes
 from kernels.gpu import package_unavailable
 from kernels.registry import Unavailable
 
@@ -40,6 +40,7 @@ def pack(model: Model, cache: Cache) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     weights = model.weights()
+    refuse_other_shapes("huggingface", weights, ("norm_eps", "hidden", "tie_embeddings"))
     if weights.wpe is None or weights.kv_heads != weights.heads:
         raise Unavailable(
             "kernels.decode=huggingface needs learned positions, and a key head for each query head: choose "
@@ -52,6 +53,9 @@ def pack(model: Model, cache: Cache) -> nn.Module:
         n_embd=width,
         n_layer=len(weights.layers),
         n_head=weights.heads,
+        n_inner=weights.layers[0].fc_weight.shape[0],
+        layer_norm_epsilon=weights.norm_eps,
+        tie_word_embeddings=weights.head is weights.wte,
         attn_implementation="sdpa",
         bos_token_id=None,
         eos_token_id=None,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels import compat
 from kernels.cache import FP8, Cache
-from kernels.decode import FAILED_LAUNCH, Model, Weights
+from kernels.decode import FAILED_LAUNCH, Model, Weights, refuse_other_shapes
 from kernels.decode._persistent import emulator
 from kernels.decode._persistent.plan import (
     Plan,
@@ -34,10 +34,12 @@ from kernels.decode._persistent.plan import (
 )
 from kernels.gpu import SHARED_BYTES, gpu_unavailable, multiprocessors
 from kernels.registry import KernelError, Unavailable, cpp_compiler
+from kernels.rope import scale_frequencies
 from kernels.sampling import HASH_FACTORS, ID_FACTOR, NO_TOKEN, POSITION_FACTOR, Sampling  # noqa: F401
 
 FAMILY = "persistent_decode"
 RUNS = {"nvrtc": ("persistent_decode",)}
+COMPUTES = "hidden", "tie_embeddings", "rope_theta", "rope_scaling"  # the fields that may differ from GPT-2's
 SOURCE = Path(__file__).with_name("persistent.cu")
 MOST_SEQUENCES = 8
 COPIES = 4  # of the words that all blocks poll: with one, the polls queue for the same lines of the L2
@@ -155,8 +157,14 @@ class Packed:
         vectors = {"biases": arrange_rows(weights, plans, blocks, "bias", weights.wte.dtype)}
         if matrices.dtype == torch.int8:
             vectors["scales"] = arrange_rows(weights, plans, blocks, "scales", torch.float32)
-        exponents = torch.arange(0, D, 2, device=weights.wte.device, dtype=torch.float32) / D
-        positions = {"frequencies": 10000.0**-exponents} if weights.wpe is None else {"wpe": weights.wpe.contiguous()}
+        if weights.wpe is None:
+            exponents = torch.arange(0, D, 2, device=weights.wte.device, dtype=torch.float32) / D
+            frequencies = weights.rope_theta**-exponents
+            if weights.rope_scaling is not None:
+                frequencies = scale_frequencies(frequencies, weights.rope_scaling)
+            positions = {"frequencies": frequencies}
+        else:
+            positions = {"wpe": weights.wpe.contiguous()}
         vectors |= {"norms": stack_norms(weights), "wte": weights.wte.contiguous()}
         return {"weights": matrices, **vectors, **positions}
 
@@ -196,7 +204,9 @@ class Packed:
 
 
 def pack(model: Model, cache: Cache) -> Packed:
-    return Packed(model.weights(), cache)
+    weights = model.weights()
+    refuse_other_shapes("persistent", weights, COMPUTES)
+    return Packed(weights, cache)
 
 
 def decode(packed: Packed, tokens: Tensor, cache: Cache) -> Tensor:

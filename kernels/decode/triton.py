@@ -45,8 +45,14 @@ Up to FEW rows, the bits of a row's result do not depend on the other rows, so s
 give the same text. The matmul instruction always has 16 rows. The splits of the keys depend only on the cache. The sums
 of LayerNorm have the same order for any number of rows (product_launch()).
 
-The kernels are in _few.py, in _many.py for more than FEW rows, in _attention.py and _vector_attention.py, and the draw
-in _sampling.py.
+The same kernels compute Llama's, SmolLM2's and Qwen3's shapes: RMSNorm is a constant of the kernels, and so is the
+activation. With swiglu, a program of fc has the same units of gate and up, so both products meet in registers, and only
+their result is stored. If queries and keys are normalised (Qwen3), a sixth kernel follows qkv, normalises and rotates:
+the sum over a head needs all of its 64 to 256 channels, and a program of qkv has 8 to 32 rows of W. With whole heads,
+Qwen3-0.6B's qkv would have 32 programs for 132 multiprocessors, and each would have to hold 256 KB of W.
+
+The kernels are in _few.py, in _many.py for more than FEW rows, in _qkv.py (of queries and keys), in _attention.py and
+_vector_attention.py, and the draw in _sampling.py.
 """
 
 import triton
@@ -55,6 +61,7 @@ from torch import Tensor
 from kernels.cache import FP8, Cache
 from kernels.decode import Model, Weights, _few, _many
 from kernels.decode._attention import attend
+from kernels.decode._qkv import norm_and_rotate
 from kernels.decode._sampling import decode_token, sample_tokens  # noqa: F401
 from kernels.decode._step import Step
 from kernels.gpu import check_dtypes, gpu_unavailable
@@ -62,7 +69,7 @@ from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.registry import Unavailable
 
 RUNS = ("_product_kernel|_matmul_kernel",)
-FAMILY = "^_((embed_|matmul_)?qkv|fc|product|matmul|(vector_)?attention|(embed_)?norm|summary|draw)_kernel"
+FAMILY = "^_((embed_|matmul_)?qkv|fc|product|matmul|(vector_)?attention|(embed_|qk_)?norm|summary|draw)_kernel"
 MAX_HEAD_DIM = 256
 OTHER = "choose kernels.decode=blocks"
 
@@ -74,7 +81,11 @@ def decode(weights: Weights, tokens: Tensor, cache: Cache) -> Tensor:
     x = None
     for (k, v), layer in zip(cache.kv, weights.layers, strict=True):
         x = step.add_norm(x, layer.ln_1_weight, layer.ln_1_bias)
-        q = product(step, "qkv", x, layer.qkv_weight, layer.qkv_bias, k_ptr=k, v_ptr=v, rope_ptr=step.rope)
+        if weights.has_qk_norm:
+            qk = product(step, "qkv", x, layer.qkv_weight, layer.qkv_bias, v_ptr=v)
+            q = norm_and_rotate(step, qk, layer, k)
+        else:
+            q = product(step, "qkv", x, layer.qkv_weight, layer.qkv_bias, k_ptr=k, v_ptr=v, rope_ptr=step.rope)
         x = product(step, "proj", attend(step, q, k, v), layer.proj_weight, layer.proj_bias)
         x = step.add_norm(x, layer.ln_2_weight, layer.ln_2_bias)
         x = product(step, "fc", x, layer.fc_weight, layer.fc_bias)

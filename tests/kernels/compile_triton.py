@@ -458,7 +458,7 @@ def recorded_launches(capability: int, *steps: tuple) -> list[tuple]:
 
 
 def compile_decode(capability: int) -> None:
-    """Compile all kernels of the decoding steps of 124M and 1558M, for few rows and for many.
+    """Compile all kernels of the decoding steps of GPT-2 124M and 1558M, SmolLM2-135M and Qwen3-0.6B.
 
     On Hopper a kernel lets the next kernel start, and waits for its predecessor before it writes. The products for few
     rows load W before they wait. Their reductions have the same layouts for any number of rows, so the sums have the
@@ -468,8 +468,13 @@ def compile_decode(capability: int) -> None:
     """
     sizes = {"n_layer": 2, "vocab": 50304, "rows": 1024, "lengths": [1000]}
     small, large = {"width": 768, "heads": 12, **sizes}, {"width": 1600, "heads": 25, **sizes}
+    smollm2, qwen3 = ({**decode_contract.SHAPES[name], **sizes} for name in ("smollm2-135m", "qwen3-0.6b"))
     steps = [(decode, {"batch": batch, **small}) for batch in (16, 64)] + [(int8, {"batch": 16, **small})]
+    steps += [(decode, {**qwen3, "batch": batch}) for batch in (16, 64)]
     if capability == 90:
+        steps += [(decode, {**smollm2, "batch": batch}) for batch in (1, 16, 64)]
+        steps += [(decode, {**qwen3, "batch": 1}), (int8, {**qwen3, "batch": 16})]
+        steps += [(decode, {**smollm2, "batch": batch, "mlp": "relu2", "norm": "layernorm"}) for batch in (16, 64)]
         steps += [(decode, {"batch": batch, **small}) for batch in (1, 3, 8, 32, 256)]
         steps += [(decode, {"batch": batch, **large}) for batch in (1, 16)]
         steps += [(decode, {"batch": 16, **small, "kv_heads": 4})]
@@ -495,7 +500,8 @@ def compile_decode(capability: int) -> None:
             continue
         done.add(key)
         rows = constants.get("ROWS")
-        label = ", ".join(f"{name} {constants[name]}" for name in ("OUT", "K", "ROWS", "SPLITS") if name in constants)
+        names = ("OUT", "K", "ROWS") if "K" in constants else ("D", "SPLITS")
+        label = ", ".join(f"{name} {constants[name]}" for name in names if name in constants)
         name = f"decode {kernel.fn.__name__.strip('_').removesuffix('_kernel')} {label}"
         binary = compile_binary(name, kernel, capability, types, spilled=512 if rows == 16 else 64, **constants)
         ptx = binary.asm["ptx"]
@@ -512,7 +518,7 @@ def compile_decode(capability: int) -> None:
         elif "TILES" in constants:  # attention in registers: all old keys and values of a short split before the wait
             elements = 2 * constants["TILES"] * constants["BLOCK_KEYS"] * constants["BLOCK_D"]
             assert before.count("ld.global.v4") >= elements // (16 * 32 * constants["num_warps"])
-        elif "K" not in constants or "BLOCK_M" in constants:  # attention, and matmuls of many rows
+        elif "BLOCK_M" in constants:  # attention on tensor cores, and matmuls of many rows
             assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)
     assert all(len(layouts) == 1 for layouts in orders.values())
 

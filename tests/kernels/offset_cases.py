@@ -15,7 +15,7 @@ import torch
 from kernels import matmul, quantize, sums
 from kernels.adamw.triton import BLOCK, adamw
 from kernels.attention import _gluon_backward, _triton_backward
-from kernels.decode import _few, _many
+from kernels.decode import _few, _many, _qkv
 from kernels.fp8 import E4M3, E5M2
 from kernels.loss import _exponentials, _softmax, _unnormalised
 from kernels.mlp import _triton_fp8 as mlp_fp8
@@ -71,6 +71,14 @@ def after(rows, tensor):
     """Return `tensor` with so many rows of anything before it."""
     grown = torch.empty(rows + len(tensor), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
     grown[rows:] = tensor
+    return grown
+
+
+def after_in_halves(rows, tensor):
+    """Return `tensor` with half of so many rows of anything before each of its halves: the rows of gate and up."""
+    count = len(tensor) // 2
+    grown = torch.empty(rows + len(tensor), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    grown.unflatten(0, (2, -1))[:, -count:] = tensor.unflatten(0, (2, count))
     return grown
 
 
@@ -300,38 +308,59 @@ def attention_combine(before):
     return out[-1, -1, -1], total[-1, -1, -1]
 
 
-def decode_norm(before, kernel):
+def decode_norm(before, kernel, centred=True):
     x, residual = (after(before(1024), half(1, 1024, seed=seed)) for seed in range(2))
     tensors = {"x_ptr": x, "residual_ptr": residual, "stream_ptr": torch.empty_like(x), "out_ptr": torch.empty_like(x)}
     tensors |= {"wte_ptr": x, "tokens_ptr": torch.arange(len(x))}
     sizes = {"N": len(x), "T": 1, "wpe_rows": 0, "COUNTS": 0, "K": 1024, "BLOCK_K": 1024, "PARTS": 0, "PDL": False}
+    sizes |= {"EPS": 1e-5, "CENTRED": centred}
     launch(kernel, (len(x),), **tensors, ln_weight_ptr=half(1024), **sizes)
     return tensors["out_ptr"][-1], tensors["stream_ptr"][-1]
 
 
-def decode_matmul(before, kernel):
-    x, w = half(96, 64), after(before(64), half(32, 64, seed=1))
+def decode_matmul(before, kernel, activation=None):
+    grow = after_in_halves if activation == "swiglu" else after
+    x, w = half(96, 64), grow(before(64), half(32, 64, seed=1))
     sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "PARTS": 1, "LINES": 1}
-    return decode_product(kernel, (3, len(w) // 32, 1), x, w, sizes)
+    return decode_product(kernel, (3, len(w) // 32, 1), x, w, sizes, activation)
 
 
-def decode_product_of_few_rows(before, kernel):
-    x, w = half(16, 16), after(before(8), half(32, 16, seed=1))
+def decode_product_of_few_rows(before, kernel, activation="gelu"):
+    grow = after_in_halves if activation == "swiglu" else after
+    x, w = half(16, 16), grow(before(8), half(32, 16, seed=1))
     sizes = {"ROWS": 16, "BLOCK_N": 16, "BLOCK_K": 128, "SLICES": 8}
-    return decode_product(kernel, (len(w) // 16,), x, w, sizes)
+    return decode_product(kernel, (len(w) // 16,), x, w, sizes, activation)
 
 
-def decode_product(kernel, grid, x, w, sizes):
-    """Launch a product. The last 16 rows of W are for values, and the 16 rows before them for keys."""
+def decode_product(kernel, grid, x, w, sizes, activation):
+    """Launch a product. The last 16 rows of W are for values, and the 16 rows before them for keys.
+
+    With swiglu, the last 8 rows of each half of W are for the last columns of the result.
+    """
     N, K = x.shape
-    out, k, v = (torch.empty(N, width, dtype=DTYPE) for width in (len(w), 16, 16))
+    columns = len(w) // 2 if activation == "swiglu" else len(w)
+    out, k, v = (torch.empty(N, width, dtype=DTYPE) for width in (columns, 16, 16))
     tensors = {"x_ptr": x, "residual_ptr": x, "stream_ptr": torch.empty_like(x), "ln_weight_ptr": half(K)}
     tensors |= {"wte_ptr": x, "tokens_ptr": torch.arange(N), "positions_ptr": torch.zeros(N, dtype=torch.int64)}
     tensors |= {"weight_ptr": w, "out_ptr": out, "k_ptr": k, "v_ptr": v}
     common = {"N": N, "T": 1, "wpe_rows": 0, "cache_rows": 1, "COUNTS": 0, "OUT": len(w), "K": K, "D": 16}
-    common |= {"Q_WIDTH": len(w) - 32, "KV_WIDTH": 16, "GELU": False, "PDL": False, "PRECISION": "ieee"}
+    common |= {"Q_WIDTH": len(w) - 32, "KV_WIDTH": 16, "PDL": False, "PRECISION": "ieee"}
+    common |= {"ACTIVATION": activation, "EPS": 1e-5, "CENTRED": activation != "swiglu"}
     launch(kernel, grid, **tensors, **common, **sizes)
-    return [v[-16:] if "v_ptr" in kernel.arg_names else out[-16:, -16:]]
+    return [v[-16:] if "v_ptr" in kernel.arg_names else out[-16:, -8 if activation == "swiglu" else -16 :]]
+
+
+def decode_qk_norm(before):
+    """The last program has the key of the last row."""
+    x, k = after(before(48), half(1, 48)), torch.empty(1 + before(48), 1, 16, dtype=DTYPE)
+    rope = torch.empty(2, len(x), 8)
+    rope[:, -1] = randn(2, 8)
+    tensors = {"x_ptr": x, "q_ptr": torch.empty(len(x), 32, dtype=DTYPE), "k_ptr": k, "rope_ptr": rope}
+    tensors |= {"q_weight_ptr": half(16), "k_weight_ptr": half(16, seed=1)}
+    tensors["positions_ptr"] = torch.zeros(len(x), dtype=torch.int64)
+    sizes = {"N": len(x), "T": 1, "cache_rows": 1, "D": 16, "Q_WIDTH": 32, "KV_WIDTH": 16, "EPS": 1e-5, "BLOCK": 8}
+    launch(_qkv._qk_norm_kernel, (len(x), 3), **tensors, **sizes, PDL=False)
+    return [k[-1]]
 
 
 CASES = {
@@ -362,10 +391,15 @@ CASES = {
     "_combine_kernel": attention_combine,
     "_embed_norm_kernel": partial(decode_norm, kernel=_many._embed_norm_kernel),
     "_norm_kernel": partial(decode_norm, kernel=_many._norm_kernel),
+    "_norm_kernel of RMSNorm": partial(decode_norm, kernel=_many._norm_kernel, centred=False),
+    "_qk_norm_kernel": decode_qk_norm,
     "_matmul_qkv_kernel": partial(decode_matmul, kernel=_many._matmul_qkv_kernel),
     "_matmul_kernel": partial(decode_matmul, kernel=_many._matmul_kernel),
+    "_matmul_kernel of swiglu": partial(decode_matmul, kernel=_many._matmul_kernel, activation="swiglu"),
     "_embed_qkv_kernel": partial(decode_product_of_few_rows, kernel=_few._embed_qkv_kernel),
     "_qkv_kernel": partial(decode_product_of_few_rows, kernel=_few._qkv_kernel),
     "_fc_kernel": partial(decode_product_of_few_rows, kernel=_few._fc_kernel),
+    "_fc_kernel of swiglu": partial(decode_product_of_few_rows, kernel=_few._fc_kernel, activation="swiglu"),
+    "_fc_kernel of relu2": partial(decode_product_of_few_rows, kernel=_few._fc_kernel, activation="relu2"),
     "_product_kernel": partial(decode_product_of_few_rows, kernel=_few._product_kernel),
 }

@@ -552,7 +552,9 @@ def flashinfer(monkeypatch):
     return backend("decode", "flashinfer")
 
 
-@pytest.mark.parametrize("case", ["one", "empty_cache", "ragged", "many_keys", "rope", "gqa", "no_bias", "ring"])
+@pytest.mark.parametrize(
+    "case", ["one", "empty_cache", "ragged", "many_keys", "rope", "gqa", "no_bias", "ring", "llama", "qwen3_ring"]
+)
 def test_attention_of_flashinfer(case, flashinfer):
     """The logits follow the rule of kernels/check.py, and the cache of the first layer gets the same rows."""
     arguments = decode.inputs(**decode.CASES[case], dtype=torch.bfloat16)

@@ -16,6 +16,7 @@ from kernels.cache import FP8, Cache
 from kernels.check import broken_rule
 from kernels.decode import Layer, Model, _few, _many, _step, int8, to_float64
 from kernels.decode import triton as fused
+from kernels.decode._cases import LLAMA, QWEN3
 from kernels.registry import Unavailable, backend, impls, load
 from kernels.tuned import override_tables
 from tests.kernels.test_backends import poison  # noqa: F401 (a fixture)
@@ -32,11 +33,15 @@ MANY = {
     "many_keys_and_rows": {"batch": 6, "lengths": [300], "tokens": 4, "rows": 512},
     "many_rows_rope": {"batch": 5, "lengths": [4], "tokens": 5, "heads": 4, "kv_heads": 1, "rope": True},
     "many_rows_odd_width": {"batch": 17, "lengths": [5], "width": 60, "heads": 3, "vocab": 101, "bias": False},
+    "many_rows_llama": {"batch": 6, "lengths": [4, 0, 9, 11, 30, 2], "tokens": 4, "hidden": 72, **LLAMA},
+    "many_rows_qwen3": {"batch": 17, "lengths": [5], "heads": 3, "kv_heads": 1, "head_dim": 24, "hidden": 50, **QWEN3},
+    "many_rows_relu2": {"batch": 17, "lengths": [5], "mlp": "relu2"},
 }
 # GPT-2's widths, which Triton's interpreter computes too slowly
 LARGE = {"lengths": [130], "rows": 256, "vocab": 1000}
 WIDTHS = {768: {"width": 768, "heads": 12}, 1600: {"width": 1600, "heads": 25}}
-WIDE = {f"{C}, batch {B}": {"batch": B, **LARGE, **WIDTHS[C]} for C in WIDTHS for B in (1, 8, 16, 64, 256)}
+WIDTHS |= {name: contract.SHAPES[name] | LARGE | {"n_layer": 1} for name in ("smollm2-135m", "qwen3-0.6b")}
+WIDE = {f"{C}, batch {B}": {**LARGE, **WIDTHS[C], "batch": B} for C in WIDTHS for B in (1, 8, 16, 64, 256)}
 CASES = contract.CASES | MANY | (WIDE if GPU else {})
 
 
@@ -154,11 +159,13 @@ def weights_with_nan(weights):
     for row in (5, 6):
         wte = with_nan(weights.wte, row)
         yield f"row {row} of wte", weights._replace(wte=wte, head=wte)
+    [layer] = weights.layers
     for name in ("wpe", "ln_f_weight", "ln_f_bias"):
-        yield name, weights._replace(**{name: with_nan(getattr(weights, name))})
+        if getattr(weights, name) is not None:
+            yield name, weights._replace(**{name: with_nan(getattr(weights, name))})
     for name in Layer._fields:
-        layer = weights.layers[0]._replace(**{name: with_nan(getattr(weights.layers[0], name))})
-        yield name, weights._replace(layers=(layer,))
+        if getattr(layer, name) is not None:
+            yield name, weights._replace(layers=(layer._replace(**{name: with_nan(getattr(layer, name))}),))
 
 
 def with_nan(tensor, row=5):
@@ -167,18 +174,26 @@ def with_nan(tensor, row=5):
     return tensor
 
 
-@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["cache", "fp8_cache"])
+SHAPES_WITH_NAN = {
+    "cache": {},
+    "fp8_cache": {"kv_dtype": FP8},
+    "relu2": {"mlp": "relu2"},
+    "qwen3": {"hidden": 24, "kv_heads": 1, **QWEN3},
+}
+
+
+@pytest.mark.parametrize("case", SHAPES_WITH_NAN)
 @pytest.mark.parametrize("impl", impls("decode"))
-def test_nan_in_a_weight_makes_the_logits_nan(impl, kv_dtype, fp8_cache_on_a_cpu):
+def test_nan_in_a_weight_makes_the_logits_nan(impl, case, fp8_cache_on_a_cpu):
     """They are NaN where the reference's are: no minimum, comparison or rounding to integers hides a NaN.
 
     Token 5 is the input, so NaN in row 6 of wte is only in a logit. Rounding to fp8 concerns only keys and values.
     """
-    sizes = {"batch": 1, "lengths": [5], "width": 32, "vocab": 40, "kv_dtype": kv_dtype}
+    sizes = {"batch": 1, "lengths": [5], "width": 32, "vocab": 40, **SHAPES_WITH_NAN[case]}
     weights, tokens, cache = case_inputs(sizes, torch.float32).values()
     tokens = torch.full_like(tokens, 5)
     for name, broken in weights_with_nan(weights):
-        if kv_dtype is None or name.startswith("qkv"):
+        if case != "fp8_cache" or name.startswith("qkv"):
             expected = contract.reference(broken, tokens, copy_cache(cache)).isnan()
             assert expected.any()
             assert torch.equal(run(impl, broken, tokens, copy_cache(cache)).isnan(), expected), name
@@ -188,6 +203,7 @@ SEVERAL = {
     "one": {"batch": 1, "lengths": [9]},
     "splits": {"batch": 2, "lengths": [290, 30], "rows": 512},
     "groups": {"batch": 2, "lengths": [9, 20], "heads": 4, "kv_heads": 1, "rope": True},
+    "qwen3": {"batch": 2, "lengths": [9, 20], "heads": 4, "kv_heads": 2, "hidden": 72, "n_layer": 1, **QWEN3},
 }
 if GPU:
     SEVERAL["wide"] = {"batch": 2, "lengths": [300, 700], "rows": 1024, "width": 768, "heads": 12, "vocab": 1000}
@@ -271,8 +287,10 @@ CHANGES = {
     "few rows, wide tiles": ("rope", {"BLOCK_N": 32, "SLICES": 4}, "{}"),
     "few rows, short tiles of keys": ("many_keys", {"BLOCK_KEYS": 16}, "vector_attention"),
     "few rows, shared keys, short tiles": ("mqa_rope", {"BLOCK_KEYS": 16}, "attention"),
+    "few rows, wide tiles of gate and up": ("qwen3", {"BLOCK_N": 32, "SLICES": 4}, "{}"),
     "many rows, parts of K": ("many_rows", {"PARTS": 2, "BLOCK_K": 16}, "{}_32_rows"),
     "many rows, small tiles": ("many_rows_rope", {"BLOCK_M": 16, "BLOCK_N": 16}, "{}_32_rows"),
+    "many rows, small tiles of gate and up": ("many_rows_qwen3", {"BLOCK_M": 16, "BLOCK_N": 16}, "{}_32_rows"),
 }
 
 
@@ -299,7 +317,7 @@ def test_fewer_padded_rows(N, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ["mqa_rope", "many_sequences", "no_bias"])
+@pytest.mark.parametrize("case", ["mqa_rope", "many_sequences", "no_bias", "qwen3", "untied", "many_rows_llama"])
 def test_int8_is_the_model_with_rounded_weights(case, dtype):
     """The logits follow the rule if truth and eager use the weights integer * scale."""
     arguments = case_inputs(case, dtype)
@@ -348,6 +366,54 @@ def test_what_the_kernels_cannot_do_is_refused_in_one_line(impl):
     if not GPU:
         assert "interpreter" in reason(kv_dtype=torch.bfloat16)
         assert "compute capability 8.9" in reason(kv_dtype=FP8)
+
+
+REFUSED = {
+    "norm=rmsnorm": "rmsnorm",
+    "norm_eps=0.1": "eps",
+    "mlp=swiglu": "swiglu",
+    "mlp=relu2": "relu2",
+    "head_dim=48": "head_dim",
+    "qk_norm=true": "qk_norm",
+    "rope_theta=500": "rope_theta",
+    "rope_scaling=8.0": "rope_scaling",
+    "hidden=136": "hidden",
+    "tie_embeddings=false": "untied",
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_refusal_names_the_field_that_is_not_gpt_2s(field):
+    weights, *_ = case_inputs(REFUSED[field], torch.float32).values()
+    with pytest.raises(Unavailable, match=rf"^kernels\.decode=mine computes GPT-2's shape, .* has .*model\.{field}\b"):
+        contract.refuse_other_shapes("mine", weights)
+    fields = {name.split("=")[0] for name in REFUSED}
+    contract.refuse_other_shapes("mine", weights, computes=fields)
+
+
+@pytest.mark.parametrize("case", contract.CASES)
+def test_a_backend_of_gpt_2_refuses_only_other_shapes(case):
+    """The cases with a field of REFUSED, and no others."""
+    weights, *_ = case_inputs(case, torch.float32).values()
+    if any(field.split("=")[0] in contract.CASES[case] for field in REFUSED):
+        with pytest.raises(Unavailable):
+            contract.refuse_other_shapes("mine", weights)
+    else:
+        contract.refuse_other_shapes("mine", weights)
+
+
+def cost_of_tensors(case):
+    """Return the bytes of a case's matrices, of the keys and values that it reads or writes, and of its logits."""
+    weights, tokens, cache = case_inputs(case, torch.bfloat16).values()
+    keys = int(cache.positions.sum()) + tokens.numel()
+    a_key = sum(tensor[0, 0].nbytes for pair in cache.kv for tensor in pair)
+    logits = tokens.numel() * len(weights.wte) * 2
+    return sum(matrix.nbytes for matrix in weights.matrices) + keys * a_key + logits
+
+
+@pytest.mark.parametrize("case", ["several_tokens", "gqa", "fp8", "everything", "llama", "relu2", "head_dim"])
+def test_bytes_of_a_step(case):
+    assert contract.cost(**contract.CASES[case])["forward"][1] == cost_of_tensors(case)
 
 
 def test_splits_of_the_keys():

@@ -26,7 +26,12 @@ from tests.kernels.test_decode import dequantize
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-ONE_TOKEN = [name for name, case in contract.CASES.items() if case.get("tokens", 1) == 1 and case["batch"] <= 8]
+OTHER_SHAPES = {"norm", "norm_eps", "mlp", "qk_norm", "head_dim"}  # which it refuses
+ONE_TOKEN = [
+    name
+    for name, case in contract.CASES.items()
+    if case.get("tokens", 1) == 1 and case["batch"] <= 8 and OTHER_SHAPES.isdisjoint(case)
+]
 CASES = {name: contract.CASES[name] for name in ONE_TOKEN if name != "odd_width"}
 CASES |= {
     "padded_tiles": {"batch": 2, "lengths": [4, 9], "width": 40, "heads": 1, "vocab": 53},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.cache import FP8, Cache
-from kernels.decode import FAILED_LAUNCH
+from kernels.decode import FAILED_LAUNCH, reference
 from kernels.registry import KernelError, Unavailable, backend, impls, unavailable
 from kernels.sampling import NO_TOKEN, Sampling, sample_tokens
 from model import decoder as module
@@ -16,10 +16,10 @@ from model.decoder import Decoder
 from model.generate import NotFinite, generate, stream
 from model.generate_config import GenerateConfig
 from model.speculation import NGRAM, ngram_draft
-from model.weights import copied_bytes
+from model.weights import copied_bytes, weights_of
 from runtime.config import UserError
 from tests.model.test_generate import CPU, GREEDY, greedy, prompt, streamed, varied_gpt
-from tests.model.test_gpt import SMALL
+from tests.model.test_gpt import SMALL, gpt
 
 SAMPLED = Sampling(97, temperature=0.9, top_k=40, top_p=0.95)
 LENGTHS = (3, 9, 1, 6)
@@ -433,26 +433,85 @@ def test_a_launch_after_logits_that_are_not_finite_begins_with_an_id(monkeypatch
     assert len(launches) == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"norm": "rmsnorm"}, r"model\.norm=rmsnorm"),
-        ({"norm_eps": 1e-6}, r"model\.norm_eps=1e-06"),
-        ({"pos": "rope", "rope_theta": 500.0}, r"model\.rope_theta=500"),
-        ({"logit_softcap": 5}, r"model\.logit_softcap=5"),
-        ({"head_dim": 8, "norm": "rmsnorm"}, r"model\.norm=rmsnorm and model\.head_dim=8"),
-    ],
-    ids=str,
-)
+OTHER_SHAPES = {
+    "llama": {"pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 1, "hidden": 40},
+    "gpt2": {"norm_eps": 0.1, "mlp": "relu2", "hidden": 56},
+}
+OTHER_SHAPES["qwen3"] = OTHER_SHAPES["llama"] | {"qk_norm": True, "head_dim": 24, "norm_eps": 1e-6}
+OTHER_SHAPES["qwen3"] |= {"rope_theta": 500.0, "rope_scaling": 8.0, "tie_embeddings": False}
+ONLY_GPT2 = "persistent", "persistent_int8", "huggingface"
+
+
+def other_gpt(shape):
+    return varied_gpt(replace(SMALL, n_layer=2, **OTHER_SHAPES[shape]))
+
+
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+def test_the_contract_of_decode_computes_the_logits_of_the_model(shape):
+    """The bound is fp32's rounding of sums of 100 terms, through 2 layers."""
+    model = other_gpt(shape)
+    decoder = Decoder(model, 4, 24, GREEDY)
+    decoder.prefill(*ragged())
+    tokens, copies = prompt(4, 3), [tuple(tensor.clone() for tensor in pair) for pair in decoder.kv]
+    with torch.no_grad():
+        expected = decoder.decode(decoder.packed, tokens, Cache(decoder.kv, 24, decoder.positions))
+        logits = reference(weights_of(model), tokens, Cache(copies, 24, decoder.positions))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+@pytest.mark.parametrize("decode", [impl for impl in ONLY_GPT2 if not unavailable("decode", impl, CPU)])
+def test_a_decoder_of_gpt_2_names_what_another_shape_has(decode, shape):
+    message = rf"^kernels\.decode={decode} computes GPT-2's shape, and this model has .*model\.mlp=[^\n]*: choose "
+    with pytest.raises(Unavailable, match=message):
+        Decoder(other_gpt(shape), 2, 12, GREEDY, decode=decode)
+
+
 @pytest.mark.parametrize("decode", [impl for impl in impls("decode") if not unavailable("decode", impl, CPU)])
-def test_a_decoder_with_its_own_kernels_refuses_other_shapes(decode, changes, name):
-    model = varied_gpt(replace(SMALL, **changes))
+def test_only_blocks_caps_logits(decode):
+    model = varied_gpt(replace(SMALL, logit_softcap=5.0))
     if decode == "blocks":
         assert torch.equal(generate(model, prompt(), 8, n_vocab=97, temperature=0), greedy(model, prompt(), 8))
         return
-    message = rf"^kernels\.decode={decode} computes GPT-2's shape only, and .* has {name}: choose "
-    with pytest.raises(Unavailable, match=message):
+    with pytest.raises(Unavailable, match=rf"^kernels\.decode={decode} has no cap, .*logit_softcap=5\.0: choose "):
         Decoder(model, 2, 12, GREEDY, decode=decode)
+
+
+def decoders_of_every_shape(lossy):
+    """Return the decoders that run here and compute every shape, and round the weights or not."""
+    return [
+        impl
+        for impl in impls("decode")
+        if not unavailable("decode", impl, CPU)
+        and impl not in ONLY_GPT2
+        and getattr(backend("decode", impl), "LOSSY", False) == lossy
+    ]
+
+
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+@pytest.mark.parametrize("decode", decoders_of_every_shape(lossy=False))
+def test_greedy_texts_of_other_shapes_are_those_of_full_forwards(decode, shape):
+    """The prompts differ in length. Steps of one token, and steps that verify a draft."""
+    model, (idx, lengths) = other_gpt(shape), ragged()
+    expected = [greedy(model, idx[b : b + 1, :length], 4)[0, length:].tolist() for b, length in enumerate(LENGTHS)]
+    assert len(set(map(tuple, expected))) == 4
+    for options in (GenerateConfig(), GenerateConfig(speculate="ngram", draft_tokens=3)):
+        decoder = Decoder(model, 4, 13, GREEDY, decode=decode, options=options)
+        assert streamed(decoder, idx, 4, lengths) == expected
+
+
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+@pytest.mark.parametrize("decode", decoders_of_every_shape(lossy=True))
+def test_logits_of_other_shapes_with_rounded_weights(decode, shape):
+    """They are off by less than 10%, as the doctor demands."""
+    model = gpt(replace(SMALL, n_layer=2, **OTHER_SHAPES[shape]))
+    decoder = Decoder(model, 4, 13, GREEDY, decode=decode)
+    decoder.prefill(*ragged())
+    cache = Cache(decoder.kv, 12, decoder.positions)
+    with torch.no_grad():
+        logits = decoder.decode(decoder.packed, decoder.tokens, cache)
+        exact = model.forward(decoder.tokens, cache=cache)
+    assert 0 < (logits - exact).norm() / exact.norm() < 0.1
 
 
 def test_two_views_of_a_copy_count_once_and_the_weights_of_the_model_do_not():
