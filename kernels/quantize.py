@@ -192,9 +192,9 @@ def _quantize_kernel(
         store_columns(x0, x1, x2, x3, columns_ptr, quads, c, N, C)
 
 
-def default_launch() -> dict:
+def default_launch(rows: int = 128) -> dict:
     """Return the default launch parameters: 128 rows of a column are 128 bytes, a full cache line."""
-    return dict(zip(NAMES, (128, 64, 8, 4), strict=True))
+    return dict(zip(NAMES, (rows, 64, 8, 4), strict=True))
 
 
 def candidates() -> list[dict]:
@@ -204,10 +204,13 @@ def candidates() -> list[dict]:
     return [dict(zip(NAMES, choice, strict=True)) for choice in choices]
 
 
-def choose_tile_launch(kernel: str, x: Tensor) -> tuple[int, int, dict]:
-    """Return how many tiles x (N, C) has along N and in all, and the launch parameters of a kernel on such tiles."""
+def choose_tile_launch(kernel: str, x: Tensor, rows: int = 128) -> tuple[int, int, dict]:
+    """Return how many tiles x (N, C) has along N and in all, and the launch parameters of a kernel on such tiles.
+
+    `rows` are the rows of a tile, if the tables name no other.
+    """
     N, C = x.shape
-    launch = launch_parameters(kernel, f"{C} {x.dtype}", default_launch(), x.device)
+    launch = launch_parameters(kernel, f"{C} {x.dtype}", default_launch(rows), x.device)
     tiles_n = triton.cdiv(N, launch["BLOCK_N"])
     return tiles_n, tiles_n * triton.cdiv(C, launch["BLOCK_C"]), launch
 

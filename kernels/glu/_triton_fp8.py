@@ -24,6 +24,9 @@ from kernels.quantize import (
 )
 
 NOWHERE = tl.constexpr(2**30)  # a column that no matrix has
+ROWS = (
+    64  # of a tile: with 128, twice as many as in the MLP's pass, both ways take 4.25 ms instead of 3.11 (H200, 124M)
+)
 
 
 @triton.jit
@@ -83,7 +86,7 @@ def _glu_fp8_kernel(
 def fc_and_glu(x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, a: Tensor, dtype: torch.dtype) -> Tensor:
     h = product(x, w, (unit_tensor(X_SCALE, x.device), w_unit), dtype, bias)
     N, F = len(x), len(w) // 2
-    _, programs, parameters = choose_tile_launch("glu_fp8_fwd", h[:, :F])
+    _, programs, parameters = choose_tile_launch("glu_fp8_fwd", h[:, :F], ROWS)
     unused = dict.fromkeys(("da_ptr", "dy_unit_ptr", "dh_rows_ptr", "dh_columns_ptr", "sums_ptr"))
     _glu_fp8_kernel[(programs,)](h_ptr=h, a_ptr=a, N=N, F=F, SCALE=X_SCALE, BACKWARD=False, **unused, **parameters)
     return h
@@ -95,7 +98,7 @@ def proj_and_glu_backward(
     N, F = len(h), len(w)
     unit = unit_tensor(dy_scale(N), h.device)
     da = product(dy, w, (unit, w_unit), h.dtype)
-    tiles_n, programs, parameters = choose_tile_launch("glu_fp8_bwd", da)
+    tiles_n, programs, parameters = choose_tile_launch("glu_fp8_bwd", da, ROWS)
     partial = torch.empty(tiles_n, 2 * F, dtype=torch.float32, device=h.device) if sums else None
     _glu_fp8_kernel[(programs,)](
         h_ptr=h,

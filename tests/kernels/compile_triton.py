@@ -44,6 +44,8 @@ from kernels.loss import _exponentials as loss_exponentials
 from kernels.loss import _unnormalised as loss_unnormalised
 from kernels.loss import gluon as loss_gluon
 from kernels.loss import triton as loss
+from kernels.glu import _triton_fp8 as glu_fp8
+from kernels.glu import triton as glu
 from kernels.mlp import _gluon_kernel as gluon
 from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
@@ -51,6 +53,7 @@ from kernels.muon import triton as muon
 from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
 from kernels.norm import triton as norm
+from kernels.rope import triton as rope
 from lab.report.compiled_table import GPUS
 from tests.kernels.narrow_products import kernel_names, narrow_products
 from tests.kernels.spills import spills_in_loops
@@ -159,6 +162,7 @@ def main(capability: int) -> None:
     scaling = compile_kernel("loss, scale", loss.scale_kernel, capability, {"factor_ptr": "*fp32"}, BLOCK=4096)
     assert all(word in scaling for word in ("ld.global.v4", "st.global.v4"))
     compile_sums_and_adamw(capability)
+    compile_rope(capability)
     compile_matmuls(capability)
     if capability == 90:
         compile_gluon_loss()
@@ -178,6 +182,22 @@ def main(capability: int) -> None:
     assert capability < 89 or not missing, f"nobody compiles {missing}"  # before 8.9 there is no fp8
 
 
+def compile_rope(capability: int) -> None:
+    """Compile the rotation for the heads of SmolLM2-135M, and with the norm for those of Qwen3-0.6B."""
+    for heads, kv_heads, half, norm_ in ((15, 3, 32, False), (32, 8, 64, True)):
+        types = {"table_ptr": "*fp32", "partial_ptr": "*fp32", "eps": "fp32"}
+        constants = {"HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, **rope.default_launch(heads, half, norm_)}
+        forward = dict.fromkeys(() if norm_ else ("q_weight_ptr", "k_weight_ptr"))
+        backward = forward | dict.fromkeys(() if norm_ else ("x_ptr", "partial_ptr"))
+        name = f"{2 * half}{', norm' if norm_ else ''}"
+        for way, kernel, unused in (
+            ("forward", rope._rope_fwd_kernel, forward),
+            ("backward", rope._rope_bwd_kernel, backward),
+        ):
+            ptx = compile_kernel(f"rope {way} {name}", kernel, capability, types, **constants, **unused)
+            assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
+
+
 def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Compile the matmuls of linear, the MLP and the loss with default launches."""
     with mock.patch("torch.cuda.get_device_capability", return_value=divmod(capability, 10)):
@@ -189,7 +209,7 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
         types = {"target_logits_ptr": "*fp32", "sums_ptr": "*fp32", "partial_ptr": "*fp32"} | (types or {})
         types |= dict.fromkeys(("b_ptr", "bias_ptr"), POINTERS[dtype])
         for matrix, tile in matrices.items():
-            element = "fp32" if len(tile) == 3 else POINTERS[dtype][1:]
+            element = "fp32" if len(tile) == 3 and matrix == "out" else POINTERS[dtype][1:]
             types[matrix] = f"tensordesc<{element}[{', '.join(map(str, tile))}]>" if tma else f"*{element}"
         fixed = {"TMA": tma, "PRECISION": matmul.precision(dtype), **launch, **constants}
         spilled = 0 if dtype == torch.bfloat16 else None
@@ -210,11 +230,23 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
 
     launch = mlp.default_launch(dtype, tma, backward=False)
     n, f, c, width = tile_sizes(launch)
-    build("mlp forward", mlp._mlp_fwd_kernel, launch, {"x": (n, c), "w": (f, c), "h": (n, width), "a": (n, width)})
+    matrices = {"x": (n, c), "w": (f, c), "h": (n, width), "a": (n, width)}
+    for name, activation in (("mlp", "gelu"), ("mlp, relu2", "relu2")):
+        build(f"{name} forward", mlp._mlp_fwd_kernel, launch, matrices, ACTIVATION=activation)
     launch = mlp.default_launch(dtype, tma, backward=True)
     n, f, c, width = tile_sizes(launch)
     matrices = {"dy": (n, c), "w": (c, f)} | dict.fromkeys(("h", "a", "dh"), (n, width))
-    build("mlp backward", mlp._mlp_bwd_kernel, launch, matrices, SUMS=min(launch["num_warps"], n // 16))
+    sums = min(launch["num_warps"], n // 16)
+    for name, activation in (("mlp", "gelu"), ("mlp, relu2", "relu2")):
+        build(f"{name} backward", mlp._mlp_bwd_kernel, launch, matrices, SUMS=sums, ACTIVATION=activation)
+    launch = glu.default_launch(dtype, tma, backward=False)
+    n, f, c, width = tile_sizes(launch)
+    matrices = {"x": (n, c), "w": (2, f // 2, c)} | dict.fromkeys(("gate", "up", "a"), (n, width))
+    build("glu forward", glu._glu_fwd_kernel, launch, matrices)
+    launch = glu.default_launch(dtype, tma, backward=True)
+    n, f, c, width = tile_sizes(launch)
+    matrices = {"dy": (n, c), "w": (c, f)} | dict.fromkeys(("gate", "up", "a", "dgate", "dup"), (n, width))
+    build("glu backward", glu._glu_bwd_kernel, launch, matrices, SUMS=min(launch["num_warps"], n // 16))
     launch = muon.launch_parameters(dtype, tma)
     matrices = {"x": (launch["BLOCK_M"], launch["BLOCK_C"])}
     numbers = dict.fromkeys(("added_ptr", "out_ptr"), POINTERS[dtype]) | {"alpha": "fp32", "beta": "fp32"}
@@ -351,19 +383,29 @@ def compile_fp8(capability: int) -> None:
         ("x to fp8", quantize._quantize_kernel, e4m3, {"maxima_ptr": None, "sums_ptr": None, "MAXIMA": 1}),
         ("dy to fp8", quantize._quantize_kernel, e5m2, {"maxima_ptr": None, "MAXIMA": 1}),
         ("weight to fp8", quantize._quantize_kernel, e4m3, {"sums_ptr": None, "MAXIMA": 512}),
-        ("gelu to fp8", mlp_fp8._gelu_fp8_kernel, e4m3, {"BACKWARD": False, "SCALE": 4.0, **unused}),
-        (
-            "gelu backward to fp8",
-            mlp_fp8._gelu_fp8_kernel,
-            e5m2 | {"a_ptr": "*fp8e4nv"},
-            {"BACKWARD": True, "SCALE": 4.0},
-        ),
+        *[
+            pass_
+            for name, kernel, constants in (
+                ("gelu", mlp_fp8._gelu_fp8_kernel, {"ACTIVATION": "gelu"}),
+                ("relu2", mlp_fp8._gelu_fp8_kernel, {"ACTIVATION": "relu2"}),
+                ("swiglu", glu_fp8._glu_fp8_kernel, {"BLOCK_N": glu_fp8.ROWS}),
+            )
+            for pass_ in (
+                (f"{name} to fp8", kernel, e4m3, {"BACKWARD": False, "SCALE": 4.0, **constants, **unused}),
+                (
+                    f"{name} backward to fp8",
+                    kernel,
+                    e5m2 | {"a_ptr": "*fp8e4nv"},
+                    {"BACKWARD": True, "SCALE": 4.0, **constants},
+                ),
+            )
+        ],
         *[(f"dlogits to fp8{capped(cap)}", loss.dlogits_fp8_kernel, e5m2, {"SOFTCAP": cap}) for cap in SOFTCAPS],
     ]
     maxima = compile_kernel("maxima", quantize._maxima_kernel, capability, numbers, **quantize.MAXIMA_LAUNCH)
     assert "ld.global.v4" in maxima
     for name, kernel, types, constants in passes:
-        ptx = compile_kernel(name, kernel, capability, types, **constants, **size)
+        ptx = compile_kernel(name, kernel, capability, types, **(size | constants))
         assert "cvt.rn.satfinite" in ptx
         assert "shr.u16" not in ptx  # a byte of half a word, which ptxas may compile wrongly (kernels/quantize.py)
         assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))

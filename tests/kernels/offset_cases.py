@@ -18,6 +18,8 @@ from kernels.attention import _gluon_backward, _triton_backward
 from kernels.decode import _few, _many, _qkv
 from kernels.fp8 import E4M3, E5M2
 from kernels.loss import _exponentials, _softmax, _unnormalised
+from kernels.glu import _triton_fp8 as glu_fp8
+from kernels.glu import triton as glu
 from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
 from kernels.muon import triton as muon
@@ -25,6 +27,8 @@ from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
 from kernels.norm import triton as norm
 from kernels.packed import gradient_views
+from kernels.rope import rope_table
+from kernels.rope import triton as rope
 
 attention = importlib.import_module("kernels.attention.triton")
 GPU = torch.cuda.is_available()
@@ -135,15 +139,54 @@ def split_matmul(before):
 def mlp_forward(before):
     x, w, b = half(70, 64), after(before(64), half(128, 64, seed=1)), after(before(64), half(128, seed=2))
     h, a = (torch.empty(70, len(w), dtype=DTYPE) for _ in range(2))
-    mlp.fc_and_gelu(x, w, b, h, a)
+    mlp.fc_and_activation(x, w, b, h, a)
     return h[-8:, -128:], a[-8:, -128:]
 
 
 def mlp_backward(before):
     dy, w, h = half(70, 64), after_columns(before(64), half(64, 64, seed=1)), after_columns(before(64), half(70, 64))
     a, dh = (torch.empty(70, w.shape[1], dtype=DTYPE) for _ in range(2))
-    partial_sums = mlp.proj_and_gelu_backward(dy, w, h, a, dh, sums=True)
+    partial_sums = mlp.proj_and_activation_backward(dy, w, h, a, dh, sums=True)
     return a[:, -64:], dh[:, -64:], partial_sums[:, -64:]
+
+
+def glu_forward(before):
+    x, w, b = after(before(64), half(70, 64)), half(128, 64, seed=1), half(1, 128, seed=2)[0]
+    h, a = torch.empty(len(x), 128, dtype=DTYPE), torch.empty(len(x), 64, dtype=DTYPE)
+    glu.fc_and_glu(x, w, b, h, a)
+    return h[-6:, 32:64], h[-6:, -32:], a[-6:, -32:]
+
+
+def glu_backward(before):
+    dy, w = after(before(64), half(70, 64)), half(64, 64, seed=1)
+    h = after(len(dy) - 70, half(70, 128, seed=2))
+    a, dh = torch.empty(len(dy), 64, dtype=DTYPE), torch.empty(len(dy), 128, dtype=DTYPE)
+    glu.proj_and_glu_backward(dy, w, h, a, dh, sums=False)
+    return a[-6:, -32:], dh[-6:, 32:64], dh[-6:, -32:]
+
+
+def glu_in_fp8(before, backward):
+    h = after(before(1024), half(128, 1024))
+    (N, F), unit = (len(h), 512), torch.full((), 0.25)
+    da = after(N - 128, half(128, 512, seed=1))
+    tiles, programs, sizes = quantize.choose_tile_launch("glu_fp8", da, glu_fp8.ROWS)
+    rows, columns = quantize.empty_fp8(N, 2 * F, E5M2, DEVICE), quantize.empty_fp8(2 * F, N, E5M2, DEVICE)
+    a = quantize.empty_fp8(*((F, N) if backward else (N, F)), E4M3, DEVICE)
+    arguments = (h, da, unit, a, rows, columns, torch.empty(tiles, 2 * F), N, F)
+    glu_fp8._glu_fp8_kernel[(programs,)](*arguments, SCALE=4.0, BACKWARD=backward, **sizes)
+    if not backward:
+        return [a[-64:, -64:]]
+    sums = arguments[6][-1]
+    return a[-64:, -64:], rows[-64:, 448:512], rows[-64:, -64:], columns[448:512, -64:], columns[-64:, -64:], sums[-64:]
+
+
+def rope_(before, backward):
+    """Sequences of two tokens with three heads of 16 channels."""
+    qkv = after(before(96), half(5, 96)).view(-1, 2, 3, 16)
+    table = rope_table(torch.arange(2), 16).reshape(2, 2, 8).to(DEVICE)
+    if backward:
+        return [rope.launch_backward(qkv, None, table, None, None, 1, 1e-5)[0][-1:]]
+    return [rope.launch_forward(qkv, table, 1, None, None, 1e-5)[-1:]]
 
 
 def loss_exponentials(before):
@@ -160,7 +203,7 @@ def gelu_in_fp8(before, backward):
     rows, columns = quantize.empty_fp8(N, F, E5M2, DEVICE), quantize.empty_fp8(F, N, E5M2, DEVICE)
     a = quantize.empty_fp8(*((F, N) if backward else (N, F)), E4M3, DEVICE)
     arguments = (h, da, unit, a, rows, columns, torch.empty(tiles, F), N, F)
-    mlp_fp8._gelu_fp8_kernel[(programs,)](*arguments, SCALE=4.0, BACKWARD=backward, **sizes)
+    mlp_fp8._gelu_fp8_kernel[(programs,)](*arguments, SCALE=4.0, ACTIVATION="gelu", BACKWARD=backward, **sizes)
     if not backward:
         return [a[-128:, -64:]]
     return a[-64:, -128:], rows[-128:, -64:], columns[-64:, -128:], arguments[6][-1, -64:]
@@ -374,6 +417,12 @@ CASES = {
     "_mlp_bwd_kernel": mlp_backward,
     "_gelu_fp8_kernel forward": partial(gelu_in_fp8, backward=False),
     "_gelu_fp8_kernel backward": partial(gelu_in_fp8, backward=True),
+    "_glu_fwd_kernel": glu_forward,
+    "_glu_bwd_kernel": glu_backward,
+    "_glu_fp8_kernel forward": partial(glu_in_fp8, backward=False),
+    "_glu_fp8_kernel backward": partial(glu_in_fp8, backward=True),
+    "_rope_fwd_kernel": partial(rope_, backward=False),
+    "_rope_bwd_kernel": partial(rope_, backward=True),
     "cross_entropy_kernel": cross_entropy,
     "dlogits_fp8_kernel": dlogits_in_fp8,
     "scale_kernel": scale,
