@@ -94,29 +94,34 @@ def tile_of_program(N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: t
 
 
 @triton.jit
-def load_rows(x_ptr, n, c, N, C, other):
-    """Return rows n and columns c of a contiguous (N, C) matrix in fp32, and `other` outside it."""
+def load_rows(x_ptr, n, c, N, C, other, stride=None):
+    """Return rows n and columns c of an (N, C) matrix in fp32, and `other` outside it.
+
+    `stride` is the distance of its rows; None: they are contiguous.
+    """
     mask = (n < N)[:, None] & (c < C)[None, :]
-    return tl.load(x_ptr + n.to(tl.int64)[:, None] * C + c[None, :], mask, other=other).to(tl.float32)
+    distance = C if stride is None else stride
+    return tl.load(x_ptr + n.to(tl.int64)[:, None] * distance + c[None, :], mask, other=other).to(tl.float32)
 
 
 @triton.jit
-def _store_row(x, rows_ptr, n, c, N, C):
-    width = tl.cdiv(C, MULTIPLE) * MULTIPLE
-    mask = (n < N)[:, None] & (c < width)[None, :]
-    tl.store(rows_ptr + n.to(tl.int64)[:, None] * width + c[None, :], to_fp8(x, rows_ptr.dtype.element_ty), mask)
+def _store_row(x, rows_ptr, n, c, N, C, stride):
+    mask = (n < N)[:, None] & (c < C)[None, :]
+    tl.store(rows_ptr + n.to(tl.int64)[:, None] * stride + c[None, :], to_fp8(x, rows_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
-def store_rows(x0, x1, x2, x3, rows_ptr, quads, c, N, C):
+def store_rows(x0, x1, x2, x3, rows_ptr, quads, c, N, C, stride=None):
     """Round rows 4 quads, 4 quads + 1, 4 quads + 2 and 4 quads + 3 to fp8, and store columns c of them by rows.
 
-    Rows end with zeros up to a multiple of 16.
+    Rows end with zeros up to a multiple of 16. With `stride`, the distance of rows of more than C numbers, they do not.
     """
-    _store_row(x0, rows_ptr, 4 * quads, c, N, C)
-    _store_row(x1, rows_ptr, 4 * quads + 1, c, N, C)
-    _store_row(x2, rows_ptr, 4 * quads + 2, c, N, C)
-    _store_row(x3, rows_ptr, 4 * quads + 3, c, N, C)
+    width = C if stride is not None else tl.cdiv(C, MULTIPLE) * MULTIPLE
+    distance = width if stride is None else stride
+    _store_row(x0, rows_ptr, 4 * quads, c, N, width, distance)
+    _store_row(x1, rows_ptr, 4 * quads + 1, c, N, width, distance)
+    _store_row(x2, rows_ptr, 4 * quads + 2, c, N, width, distance)
+    _store_row(x3, rows_ptr, 4 * quads + 3, c, N, width, distance)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from kernels.fp8 import X_SCALE, product
 from kernels.mlp import _fp8
 from kernels.mlp._activations import sigmoid, silu_derivative
 from kernels.quantize import (
+    MULTIPLE,
     choose_tile_launch,
     dy_scale,
     load_rows,
@@ -23,16 +24,13 @@ from kernels.quantize import (
     unit_tensor,
 )
 
-NOWHERE = tl.constexpr(2**30)  # a column that no matrix has
-ROWS = (
-    64  # of a tile: with 128, twice as many as in the MLP's pass, both ways take 4.25 ms instead of 3.11 (H200, 124M)
-)
+ROWS = 64  # of a tile. With 128, as in the MLP's pass, both ways take 4.25 ms instead of 3.11 (H200, 124M)
 
 
 @triton.jit
-def _glu_and_dh(h_ptr, da_ptr, n, f, gate_column, N, F, BACKWARD: tl.constexpr):
+def _glu_and_dh(h_ptr, da_ptr, n, f, N, F, BACKWARD: tl.constexpr):
     """Return a = silu(gate) up, and with BACKWARD dgate and dup, of rows n and hidden units f."""
-    gate, up = load_rows(h_ptr, n, gate_column, N, 2 * F, 0.0), load_rows(h_ptr, n, F + f, N, 2 * F, 0.0)
+    gate, up = load_rows(h_ptr, n, f, N, F, 0.0, 2 * F), load_rows(h_ptr + F, n, f, N, F, 0.0, 2 * F)
     s = sigmoid(gate, True)
     silu = gate * s
     dgate, dup = gate, up
@@ -60,11 +58,11 @@ def _glu_fp8_kernel(
     GROUP: tl.constexpr,
 ):
     tile_n, quads, f = tile_of_program(N, F, BLOCK_N, BLOCK_C, GROUP)
-    g, n = tl.where(f < F, f, NOWHERE), 4 * quads  # the columns after the gate's are those of up
-    a0, g0, u0 = _glu_and_dh(h_ptr, da_ptr, n, f, g, N, F, BACKWARD)
-    a1, g1, u1 = _glu_and_dh(h_ptr, da_ptr, n + 1, f, g, N, F, BACKWARD)
-    a2, g2, u2 = _glu_and_dh(h_ptr, da_ptr, n + 2, f, g, N, F, BACKWARD)
-    a3, g3, u3 = _glu_and_dh(h_ptr, da_ptr, n + 3, f, g, N, F, BACKWARD)
+    n = 4 * quads
+    a0, g0, u0 = _glu_and_dh(h_ptr, da_ptr, n, f, N, F, BACKWARD)
+    a1, g1, u1 = _glu_and_dh(h_ptr, da_ptr, n + 1, f, N, F, BACKWARD)
+    a2, g2, u2 = _glu_and_dh(h_ptr, da_ptr, n + 2, f, N, F, BACKWARD)
+    a3, g3, u3 = _glu_and_dh(h_ptr, da_ptr, n + 3, f, N, F, BACKWARD)
     a0, a1, a2, a3 = scaled(a0, SCALE), scaled(a1, SCALE), scaled(a2, SCALE), scaled(a3, SCALE)
     if BACKWARD:
         if sums_ptr is not None:
@@ -74,10 +72,11 @@ def _glu_fp8_kernel(
         scale = tl.div_rn(1.0, tl.load(dy_unit_ptr))
         g0, g1, g2, g3 = scaled(g0, scale), scaled(g1, scale), scaled(g2, scale), scaled(g3, scale)
         u0, u1, u2, u3 = scaled(u0, scale), scaled(u1, scale), scaled(u2, scale), scaled(u3, scale)
-        store_rows(g0, g1, g2, g3, dh_rows_ptr, quads, g, N, 2 * F)
-        store_rows(u0, u1, u2, u3, dh_rows_ptr, quads, F + f, N, 2 * F)
-        store_columns(g0, g1, g2, g3, dh_columns_ptr, quads, g, N, 2 * F)
-        store_columns(u0, u1, u2, u3, dh_columns_ptr, quads, F + f, N, 2 * F)
+        width, height = tl.cdiv(2 * F, MULTIPLE) * MULTIPLE, tl.cdiv(N, MULTIPLE) * MULTIPLE
+        store_rows(g0, g1, g2, g3, dh_rows_ptr, quads, f, N, F, width)
+        store_rows(u0, u1, u2, u3, dh_rows_ptr + F, quads, f, N, width - F, width)  # and zeros at the end of a row
+        store_columns(g0, g1, g2, g3, dh_columns_ptr, quads, f, N, F)
+        store_columns(u0, u1, u2, u3, dh_columns_ptr + F.to(tl.int64) * height, quads, f, N, F)
         store_columns(a0, a1, a2, a3, a_ptr, quads, f, N, F)
     else:
         store_rows(a0, a1, a2, a3, a_ptr, quads, f, N, F)

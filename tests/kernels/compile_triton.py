@@ -39,13 +39,13 @@ from kernels.decode import _step as decode_step
 from kernels.decode import int8
 from kernels.decode import triton as decode
 from kernels.decode._step import can_launch_early
+from kernels.glu import _triton_fp8 as glu_fp8
+from kernels.glu import triton as glu
 from kernels.gpu import has_tma
 from kernels.loss import _exponentials as loss_exponentials
 from kernels.loss import _unnormalised as loss_unnormalised
 from kernels.loss import gluon as loss_gluon
 from kernels.loss import triton as loss
-from kernels.glu import _triton_fp8 as glu_fp8
-from kernels.glu import triton as glu
 from kernels.mlp import _gluon_kernel as gluon
 from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
@@ -186,7 +186,7 @@ def compile_rope(capability: int) -> None:
     """Compile the rotation for the heads of SmolLM2-135M, and with the norm for those of Qwen3-0.6B."""
     for heads, kv_heads, half, norm_ in ((15, 3, 32, False), (32, 8, 64, True)):
         types = {"table_ptr": "*fp32", "partial_ptr": "*fp32", "eps": "fp32"}
-        constants = {"HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, **rope.default_launch(heads, half, norm_)}
+        constants = {"HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, **rope.default_launch(half)}
         forward = dict.fromkeys(() if norm_ else ("q_weight_ptr", "k_weight_ptr"))
         backward = forward | dict.fromkeys(() if norm_ else ("x_ptr", "partial_ptr"))
         name = f"{2 * half}{', norm' if norm_ else ''}"
@@ -408,8 +408,10 @@ def compile_fp8(capability: int) -> None:
         ptx = compile_kernel(name, kernel, capability, types, **(size | constants))
         assert "cvt.rn.satfinite" in ptx
         assert "shr.u16" not in ptx  # a byte of half a word, which ptxas may compile wrongly (kernels/quantize.py)
-        assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
-        assert not re.search(r"st\.global\.(v2|b8|b16|b64)", ptx)
+        assert "ld.global.v4" in ptx
+        if "swiglu" not in name:  # its threads hold 8 numbers of each tensor, which are 8 bytes
+            assert "st.global.v4" in ptx
+            assert not re.search(r"st\.global\.(v2|b8|b16|b64)", ptx)
     types = e4m3 | dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32") | {"eps": "fp32"}
     for op, C in itertools.product(("norm", "rms_norm"), (768, 1600)):
         constants = {"C": C, "SCALE": 4.0, "HAS_RESIDUAL": True, "CENTRED": op == "norm", **norm_fp8.default_launch(C)}

@@ -17,9 +17,9 @@ from kernels.adamw.triton import BLOCK, adamw
 from kernels.attention import _gluon_backward, _triton_backward
 from kernels.decode import _few, _many, _qkv
 from kernels.fp8 import E4M3, E5M2
-from kernels.loss import _exponentials, _softmax, _unnormalised
 from kernels.glu import _triton_fp8 as glu_fp8
 from kernels.glu import triton as glu
+from kernels.loss import _exponentials, _softmax, _unnormalised
 from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
 from kernels.muon import triton as muon
