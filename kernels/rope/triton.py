@@ -10,8 +10,8 @@ saves only the table. With weights, xhat = x rstd and g = dy weight, where dy is
 
     dx = rstd (g - xhat mean(g xhat))        dweight = sum over tokens and heads of dy xhat
 
-Autograd then saves qkv, and the backward recomputes rstd from it, because it needs x anyway. Each program writes its
-part of both dweights, and a small kernel adds the parts in a fixed order.
+Autograd then saves qkv, and the backward recomputes rstd from it, because it needs x anyway. A program walks over many
+tokens and sums its part of both dweights in registers. A small kernel adds the parts in a fixed order.
 
 The forward moves each element of qkv twice, so bytes limit it: 302 MB each way for 65,536 tokens of GPT-2's heads.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels.direct import custom_op
-from kernels.gpu import check_dtypes
+from kernels.gpu import check_dtypes, multiprocessors
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.sums import add_partial_sums
@@ -31,6 +31,7 @@ from kernels.tuned import launch_parameters
 
 RUNS = "rope_fwd", "rope_bwd"
 FAMILY = "_rope_"
+PROGRAMS = 8  # of the backward with weights, for each multiprocessor: each sums its tokens, and the parts are few
 
 
 @triton.jit
@@ -118,39 +119,45 @@ def _rope_bwd_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     columns = tl.arange(0, BLOCK_D)
-    offsets = _offsets(tokens, heads, columns, HEADS, HALF)
-    mask = (tokens < N)[:, None, None] & (heads < HEADS)[None, :, None] & (columns < HALF)[None, None, :]
-    left = tl.load(dout_ptr + offsets, mask, other=0.0)
-    right = tl.load(dout_ptr + offsets + HALF, mask, other=0.0)
-    cos, sin = _load_angles(table_ptr, tokens, columns, N, T, table_rows, HALF)
-    c, d = left.to(tl.float32), right.to(tl.float32)
-    a, b = c * cos + d * sin, d * cos - c * sin
-    is_query, is_key = heads < HEADS - 2 * KV_HEADS, heads < HEADS - KV_HEADS
-    if x_ptr is not None:
-        x_left = tl.load(x_ptr + offsets, mask & is_key[None, :, None], other=0.0).to(tl.float32)  # not the values
-        x_right = tl.load(x_ptr + offsets + HALF, mask & is_key[None, :, None], other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x_left * x_left + x_right * x_right, 2) / (2 * HALF) + eps)[:, :, None]
-        x_left *= rstd
-        x_right *= rstd
-        row = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
-        dw_left, dw_right = tl.sum(a * x_left, 0), tl.sum(b * x_right, 0)  # (BLOCK_H, BLOCK_D), 0 for values
+    is_query, is_key = heads < HEADS - 2 * KV_HEADS, heads < HEADS - KV_HEADS  # is_key: or a query
+    turns = is_key[None, :, None]
+    dtype: tl.constexpr = dx_ptr.dtype.element_ty
+    dw_left = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    dw_right = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    first = tl.program_id(0).to(tl.int64)
+    for start in tl.range(first * BLOCK_T, N, tl.num_programs(0) * BLOCK_T):  # without weights once
+        tokens = start + tl.arange(0, BLOCK_T).to(tl.int64)
+        offsets = _offsets(tokens, heads, columns, HEADS, HALF)
+        mask = (tokens < N)[:, None, None] & (heads < HEADS)[None, :, None] & (columns < HALF)[None, None, :]
+        left = tl.load(dout_ptr + offsets, mask, other=0.0)
+        right = tl.load(dout_ptr + offsets + HALF, mask, other=0.0)
+        cos, sin = _load_angles(table_ptr, tokens, columns, N, T, table_rows, HALF)
+        c, d = left.to(tl.float32), right.to(tl.float32)
+        a, b = c * cos + d * sin, d * cos - c * sin
+        if x_ptr is not None:
+            x_left = tl.load(x_ptr + offsets, mask & turns, other=0.0).to(tl.float32)  # not the values
+            x_right = tl.load(x_ptr + offsets + HALF, mask & turns, other=0.0).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(x_left * x_left + x_right * x_right, 2) / (2 * HALF) + eps)[:, :, None]
+            x_left *= rstd
+            x_right *= rstd
+            dw_left += tl.sum(a * x_left, 0)
+            dw_right += tl.sum(b * x_right, 0)
+            a *= _load_weights(q_weight_ptr, k_weight_ptr, heads, columns, KV_HEADS, HEADS, HALF)
+            b *= _load_weights(q_weight_ptr + HALF, k_weight_ptr + HALF, heads, columns, KV_HEADS, HEADS, HALF)
+            mean = (tl.sum(a * x_left + b * x_right, 2) / (2 * HALF))[:, :, None]
+            a = rstd * (a - x_left * mean)
+            b = rstd * (b - x_right * mean)
+        tl.store(dx_ptr + offsets, tl.where(turns, a.to(dtype), left), mask)
+        tl.store(dx_ptr + offsets + HALF, tl.where(turns, b.to(dtype), right), mask)
+    if partial_ptr is not None:
+        row = (first * tl.num_programs(1) + tl.program_id(1)) * 2
         for i in tl.static_range(2):
             these = (is_query if i == 0 else is_key & ~is_query)[:, None]
             target = partial_ptr + (row + i) * (2 * HALF) + columns
             tl.store(target, tl.sum(tl.where(these, dw_left, 0.0), 0), columns < HALF)
             tl.store(target + HALF, tl.sum(tl.where(these, dw_right, 0.0), 0), columns < HALF)
-        a *= _load_weights(q_weight_ptr, k_weight_ptr, heads, columns, KV_HEADS, HEADS, HALF)
-        b *= _load_weights(q_weight_ptr + HALF, k_weight_ptr + HALF, heads, columns, KV_HEADS, HEADS, HALF)
-        mean = (tl.sum(a * x_left + b * x_right, 2) / (2 * HALF))[:, :, None]
-        a = rstd * (a - x_left * mean)
-        b = rstd * (b - x_right * mean)
-    dtype: tl.constexpr = dx_ptr.dtype.element_ty
-    turns = is_key[None, :, None]
-    tl.store(dx_ptr + offsets, tl.where(turns, a.to(dtype), left), mask)
-    tl.store(dx_ptr + offsets + HALF, tl.where(turns, b.to(dtype), right), mask)
 
 
 def default_launch(half: int) -> dict[str, int]:
@@ -214,6 +221,8 @@ def launch_backward(
     grid, launch = choose_launch("rope_bwd", dout, q_weight is not None)
     partial = None
     if q_weight is not None:
+        programs = max(1, PROGRAMS * multiprocessors(dout.device) // grid[1])
+        grid = min(grid[0], programs), grid[1]
         partial = torch.empty(grid[0] * grid[1], 2 * D, dtype=torch.float32, device=dout.device)
     _rope_bwd_kernel[grid](
         dout_ptr=dout,
