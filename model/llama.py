@@ -158,6 +158,7 @@ def lacking_features(config: GPTConfig) -> list[str]:
     features = {
         "a sliding window without normalised q and k (qk_norm)": config.window is not None and not config.qk_norm,
         "biases beside normalised q and k (qk_norm)": config.bias and config.qk_norm,
+        "a soft cap of its logits (logit_softcap)": config.logit_softcap is not None,
     }
     return [name for name, present in features.items() if present]
 

@@ -370,6 +370,7 @@ def test_wrong_tensors_are_refused(folder, tensors, message):
             "hf",
             r"has biases beside normalised q and k \(qk_norm\), which Llama and Qw",
         ),
+        ({"logit_softcap": 30.0}, "hf", r"has a soft cap of its logits \(logit_softcap\), which Llama and Qwen3 lack"),
         ({}, "nanogpt", "has rope positions and .* and RMSNorm and the MLP swiglu.*, which nanogpt's GPT-2 lacks"),
     ],
 )
