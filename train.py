@@ -186,7 +186,7 @@ def main(cfg: Config) -> None:
         processes = "" if ranks.single else f"-{cfg.parallel}{ranks.world_size}"
         name = f"{sizes['parameters'] / 1e6:.0f}M-{recipe.label}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
-        ranks.run_on_rank0(lambda: warn_of_uncalled_ops(cfg.model))
+        ranks.run_on_rank0(lambda: warn_of_uncalled_ops(recipe.ops, registry.TRAINING_OPS))
         line, ended = ranks.run_on_rank0(lambda: resume.find_end(folder, resume_from, t, name))
         if line:
             print(line)

@@ -87,6 +87,11 @@ class Decoder:
         if decode == "blocks" and not prefill_only:
             reason = why_no_generation(model)
             check(reason is None, reason)
+        if config.logit_softcap is not None and decode != "blocks":
+            raise Unavailable(
+                f"kernels.decode={decode} has no cap, and this model has model.logit_softcap={config.logit_softcap}: "
+                "choose kernels.decode=blocks"
+            )
         if compiled and not getattr(module, "COMPILES", False):
             raise Unavailable(
                 f"kernels.compile=true compiles plain PyTorch, and kernels.decode={decode} has its own kernels: choose "
@@ -121,11 +126,6 @@ class Decoder:
         self.prefills: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         # One stream for all captures, because cuBLAS allocates a workspace for each stream
         self.capture_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if config.logit_softcap is not None and decode != "blocks":
-            raise Unavailable(
-                f"kernels.decode={decode} has no cap, and this model has model.logit_softcap={config.logit_softcap}: "
-                "choose kernels.decode=blocks"
-            )
         own = contract.Model(self._forward, partial(weights_of, model))
         pack = getattr(module, "pack", None)
         self.decode = load("decode", decode, device)

@@ -55,7 +55,10 @@ def call_shapes(
 
 
 def called_ops(config: GPTConfig, ops: Sequence[str] = OPS) -> list[str]:
-    """Return `ops` without the ones in OPS that this model does not call. The optimizer's op and decode stay."""
+    """Return `ops` without the ones in OPS that this model does not call.
+
+    decode and the ops of the optimizer are not in OPS, so they stay.
+    """
     called = call_shapes(config, KernelsConfig(), "fp32", (1, 1))
     return [op for op in ops if op in called or op not in OPS]
 
@@ -66,13 +69,12 @@ def called_kernels(config: GPTConfig, kernels: KernelsConfig) -> KernelsConfig:
     return replace(kernels, **{op: "eager" for op in OPS if op not in called and op != "attention"})
 
 
-def warn_of_uncalled_ops(config: GPTConfig) -> None:
-    """Warn if the command line chooses the backend of an op that this model does not call."""
-    called = called_ops(config)
-    uncalled = {config_key(op): op for op in OPS if op not in called}
+def warn_of_uncalled_ops(called: Sequence[str], ops: Sequence[str] = OPS) -> None:
+    """Warn if the command line chooses the backend of an op of `ops` that is not among the `called` ones."""
+    uncalled = {config_key(op): op for op in ops if op not in called}
     for word in command.arguments():
         if op := uncalled.get(word.lstrip("+").partition("=")[0]):
-            warn(f"{word} has no effect, because this model does not call {op}; it calls {', '.join(called)}")
+            warn(f"{word} has no effect, because this run does not call {op}; it calls {', '.join(called)}")
 
 
 def name_backends(config: GPTConfig, kernels: KernelsConfig, precision: str, device: torch.device) -> KernelsConfig:

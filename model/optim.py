@@ -20,6 +20,7 @@ from runtime.torch_compat import copy_tensors
 
 HISTORY = 256  # steps
 OPTIMIZERS = "adamw", "muon"
+MOMENTUM = 0.95
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's
 
 
@@ -33,7 +34,7 @@ class OptimConfig:
     beta2: float
     grad_clip: float  # the largest norm of all gradients together; 0: no limit
     name: str = "adamw"  # one of OPTIMIZERS
-    momentum: float = 0.95  # of Muon
+    momentum: float = MOMENTUM  # of Muon
     impl: str | None = None  # the name of kernels.adamw before it was an op: torch | triton (rename_impl())
 
     def __post_init__(self):
@@ -47,6 +48,8 @@ class OptimConfig:
             f"optim.min_lr={self.min_lr} is above optim.learning_rate={self.learning_rate}, and the rate only falls",
         )
         check(self.name in OPTIMIZERS, f"optim.name={self.name}: choose {', '.join(OPTIMIZERS)}")
+        is_used = self.name == "muon" or self.momentum == MOMENTUM
+        check(is_used, f"optim.momentum={self.momentum} has no effect with optim.name={self.name}: add optim=muon")
         check(self.impl in (None, "torch", "triton"), f"optim.impl={self.impl}: choose torch, triton or null")
 
     @property

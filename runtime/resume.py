@@ -158,7 +158,8 @@ def check_same_run(
 
     The model, the data and the order of the data must be the same. `fingerprint` identifies the data of this run. The
     keys of the config group `model` in `may_differ` may differ. `defaults` is group -> the values of its keys that an
-    old checkpoint lacks. The schedule and the optimizer may differ, too: then a line is printed.
+    old checkpoint lacks. The schedule and the optimizer's settings may differ, too, but not optim.name: then a line is
+    printed.
     """
     saved_config = {"model": {}, "train": {}, "data": {}, "optim": {}, **manifest["config"]}
     for group, values in (defaults or {}).items():

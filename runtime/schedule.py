@@ -64,7 +64,7 @@ class TrainConfig:
         micro_step = self.batch_size * self.block_size * ranks
         processes = f" x {ranks} processes" if ranks > 1 else ""
         below = max(0, self.tokens_per_step // micro_step * micro_step)
-        suggestion = f"{below} or {below + micro_step}" if below else f"{below + micro_step}"
+        suggestion = f"{below} or {below + micro_step}" if below else f"{micro_step}, or a smaller train.block_size"
         check(
             self.tokens_per_step > 0 and below == self.tokens_per_step,
             f"train.tokens_per_step={self.tokens_per_step} does not divide into micro-steps of train.batch_size "

@@ -57,7 +57,7 @@ def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     source = pretrained.read_pretrained(cfg.checkpoint)
     config = source.config
-    warn_of_uncalled_ops(config)
+    warn_of_uncalled_ops(called_ops(config))
     if cfg.precision is None:
         cfg.precision = source.run_config.get("precision", "amp")
         cfg.kernels = replace(cfg.kernels, fp8=cfg.kernels.fp8 or source.run_config.get("kernels", {}).get("fp8"))

@@ -27,7 +27,7 @@ from lab.proof.receipt import receipt_lines
 from lab.sweep.launcher import SweepConfig, register_sweeps
 from model import cost
 from model.decoder import Decoder
-from model.executed import called_kernels, warn_of_uncalled_ops
+from model.executed import called_kernels, called_ops, warn_of_uncalled_ops
 from model.generate import stream
 from runtime.command import command_line
 from runtime.config import UserError, check
@@ -77,7 +77,7 @@ class Config(GenerationKeys):
 def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     recipe = cfg.open_recipe()
-    warn_of_uncalled_ops(recipe.source.config)
+    warn_of_uncalled_ops(called_ops(recipe.source.config))
     torch.compiler.reset()  # hydra/launcher=basic runs all jobs in this process, and Dynamo limits its compilations
     if cfg.is_conversation:
         with explain_out_of_memory(recipe.name, "max_new_tokens, or choose precision=bf16"):

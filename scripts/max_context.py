@@ -186,7 +186,7 @@ def main(cfg: Config) -> None:
         return
     if started_by_torchrun() and os.environ["RANK"] != "0":
         return  # the first process searches, and every attempt starts a process on each GPU
-    warn_of_uncalled_ops(cfg.model)
+    warn_of_uncalled_ops(called_ops(cfg.model))
     modes = choose_modes(cfg.mode, cfg.attn, cfg.kernels.decode, cfg.precision)
     config = OmegaConf.to_container(OmegaConf.structured(cfg))
     choice = f"{label(cfg.kernels, cfg.attn, called_ops(cfg.model))}-{cfg.precision}"

@@ -94,12 +94,13 @@ class Sweeper(sweeper.Sweeper):
         """Return the jobs without backends of ops that their models do not call, but with the user's `arguments`."""
         uncalled: dict[tuple[str, ...], set[str]] = {}  # the other words of a job -> the keys to drop
         unique: dict[tuple[str, ...], list[str]] = {}
+        asked = set(map(key_of, arguments))
         for job in jobs:
             others = tuple(word for word in job if not word.startswith("kernels."))
             if others not in uncalled:
                 uncalled[others] = self.uncalled_keys(others)
-            effective = tuple(word for word in job if word.partition("=")[0] not in uncalled[others])
-            unique.setdefault(effective, [word for word in job if word in effective or word in arguments])
+            effective = tuple(word for word in job if key_of(word) not in uncalled[others])
+            unique.setdefault(effective, [word for word in job if word in effective or key_of(word) in asked])
         return list(unique.values())
 
     def uncalled_keys(self, words: Sequence[str]) -> set[str]:
@@ -178,6 +179,11 @@ class Launcher(launcher.Launcher):
         if any(job.row["status"].startswith(("failed", "wrong")) for job in jobs):
             sys.exit(1)
         return []  # the sweeper needs no results
+
+
+def key_of(word: str) -> str:
+    """Return the key of an override: "kernels.mlp" of "kernels.mlp=eager"."""
+    return word.partition("=")[0]
 
 
 def print_table(jobs: list[SweepJob]) -> None:

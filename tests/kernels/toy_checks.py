@@ -34,7 +34,7 @@ def test_train_lists_and_runs_the_backends(hotswap):
     choice = "kernels.toy=mine", "kernels.norm=mine", "attn=mine"
     code, out, err = hotswap(*smoke, *choice, "device=cpu", "out_dir=run")
     assert code == 0
-    assert err.startswith("warning: kernels.toy=mine has no effect, because this model does not call toy; ")
+    assert err.startswith("warning: kernels.toy=mine has no effect, because this run does not call toy; ")
     assert "norm mine (mine, 1.0) | " in out
     assert " | attention mine" in out
     row = json.loads(Path("run/result.json").read_text())

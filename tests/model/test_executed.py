@@ -49,8 +49,8 @@ def test_a_run_names_only_ops_that_its_model_calls_and_warns_of_others(hotswap):
     code, _, err = hotswap(*smoke, *words, "proof=false", "kernels.check=false", "kernels.mlp=eager")
     assert (code, err) == (
         0,
-        "warning: kernels.norm=./mine.py has no effect, because this model does not call norm; it calls rms_norm, "
-        "linear, attention, mlp, loss\n",
+        "warning: kernels.norm=./mine.py has no effect, because this run does not call norm; it calls rms_norm, "
+        "linear, attention, mlp, loss, adamw\n",
     )
     [run] = Path("out").iterdir()
     assert run.name.endswith("rms_norm.eager+linear.addmm.py+mlp.eager+loss.eager-sdpa-fp32")
