@@ -245,13 +245,20 @@ def _split_matmul_kernel(
 
 
 def can_use_tma(*matrices: Tensor) -> bool:
-    """Return whether kernels move tiles of these contiguous matrices by TMA: rows and addresses of 16-byte multiples.
+    """Return whether kernels move tiles of these matrices by TMA: rows and addresses of 16-byte multiples.
 
-    For fp32 they do not use it.
+    A row is contiguous, and ends where the next begins, or it is a part of a longer one. For fp32 they do not use it.
     """
     if not has_tma(matrices[0].device) or matrices[0].dtype == torch.float32:
         return False
-    return all(m.shape[-1] * m.element_size() % 16 == 0 and m.data_ptr() % 16 == 0 for m in matrices)
+    return all(
+        (m.shape[-1] | row_distance(m)) * m.element_size() % 16 == 0 and m.data_ptr() % 16 == 0 for m in matrices
+    )
+
+
+def row_distance(matrix: Tensor) -> int:
+    """Return the distance of a matrix's rows. The stride of a single row may be any number."""
+    return matrix.shape[-1] if matrix.is_contiguous() else matrix.stride(-2)
 
 
 def kernel_argument(tensor: Tensor | None, *block: int, tma: bool) -> TensorDescriptor | Tensor | None:

@@ -12,8 +12,9 @@ the learning rate and weight decay of AdamW can be kept (Moonlight, Liu et al. 2
 
 A weight is one matrix, also q, k and v together, and the gate with up; others orthogonalise these parts separately.
 
-The op takes all matrices of a shape at once, so a step holds up to three fp32 copies of them. Under DDP each rank computes the op for its share of them, and sends it to
-the others: 170 MB in bf16 for GPT-2 124M. On a single GPU the op takes 1.1 TFLOP of a step there, whatever the batch.
+The op takes all matrices of a shape at once, so a step holds up to three fp32 copies of them. Under DDP each rank
+computes the op for its share of them, and sends it to the others: 170 MB in bf16 for GPT-2 124M. On a single GPU the op
+takes 1.1 TFLOP of a step there, whatever the batch.
 """
 
 import math

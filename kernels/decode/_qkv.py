@@ -22,7 +22,7 @@ def rows_in_cache(row, positions_ptr, N, T, cache_rows):
 
 @triton.jit
 def rotate_pairs(y, rope_ptr, row, n, N, ROTATED: tl.constexpr, D: tl.constexpr):
-    """Rotate each pair of channels of y (M, BLOCK_N), whose columns are weight_rows(PAIRS=True). See kernels/rope.py.
+    """Rotate each pair of channels of y (M, BLOCK_N), whose columns are weight_rows(PAIRS=True). See kernels/rope.
 
     rope_ptr is (2, N, D/2) fp32. Rows of W from ROTATED on belong to values, which do not rotate.
     """

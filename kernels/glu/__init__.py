@@ -50,6 +50,7 @@ CASES = {
     "fp8": {"shape": (2, 32, 128), "fp8": True},
     "fp8_bias": {"shape": (2, 32, 128), "bias": True, "fp8": True},
     "fp8_odd": {"shape": (7, 65), "hidden": 131, "fp8": True},
+    "fp8_tail": {"shape": (5, 64), "hidden": 63, "fp8": True},
 }
 
 SIZES = {str(C): {"shape": (5, C)} for C in (64, 576, 769, 2048)}

@@ -49,7 +49,7 @@ def cross_entropy_kernel(
     logits_ptr,  # (n, V); with WRITE the kernel overwrites them with their gradient
     targets_ptr,  # (n,) int64
     losses_ptr,  # (n,) fp32
-    shifts_ptr,  # (n,) fp32, or None; the gradient is 2^(logits LOG2E - shift), except at the target
+    shifts_ptr,  # (n,) fp32, or None; without a cap, the gradient is 2^(logits LOG2E - shift), except at the target
     ignore_index,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -127,7 +127,7 @@ def dlogits_fp8_kernel(
 ):
     """Compute the gradient of the logits, 2^(logits LOG2E - shift) less 1 at the target, times scale, in both layouts.
 
-    Without the scale it is at most 1, or NaN, so infinities need no care.
+    Of capped logits, times the slope of the cap. Without the scale it is at most 1, or NaN, so infinities need no care.
     """
     _, quads, v = tile_of_program(N, V, BLOCK_N, BLOCK_C, GROUP)
     n = 4 * quads

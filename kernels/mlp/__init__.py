@@ -78,6 +78,11 @@ def relu2(x: Tensor) -> Tensor:
 ACTIVATIONS = {"gelu": gelu, "relu2": relu2}
 
 
+def conflict(activation: str = "gelu", **_: object) -> str | None:
+    """Return, in one line, why there is no such activation, or None."""
+    return None if activation in ACTIVATIONS else f"activation={activation!r}: choose {' or '.join(ACTIVATIONS)}"
+
+
 def reference(
     x: Tensor,
     w_fc: Tensor,

@@ -1,7 +1,7 @@
 """The activations of MLPs in Triton, for all kernels, those in Gluon too.
 
-An activation is h times a factor: gelu(h) = h s with s = gelu_over_h(h), silu(h) = h sigmoid(h), and relu(h)^2 = h
-relu(h). A kernel computes the factor once, and the derivative from it.
+gelu(h) = h s with s = gelu_over_h(h), and silu(h) = h s with s = sigmoid(h). A kernel computes the factor s once, and
+the derivative from it.
 """
 
 import triton
@@ -55,12 +55,19 @@ def silu_derivative(h, s):
 
 
 @triton.jit
-def factor(h, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
-    """Return activation(h) / h, for "gelu" or "relu2"."""
-    return gelu_over_h(h, FAST) if ACTIVATION == "gelu" else tl.maximum(h, 0.0)
+def activate(h, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """Return the activation of h, "gelu" or "relu2", and the factor that activation_derivative() needs."""
+    if ACTIVATION == "gelu":
+        s = gelu_over_h(h, FAST)
+        a = h * s
+    else:
+        tl.static_assert(ACTIVATION == "relu2")
+        s = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        a = s * s  # not h * s, which is NaN for -infinity
+    return a, s
 
 
 @triton.jit
-def derivative(h, s, ACTIVATION: tl.constexpr):
-    """Return activation'(h), where s is factor(h)."""
+def activation_derivative(h, s, ACTIVATION: tl.constexpr):
+    """Return activation'(h), where s is the factor from activate()."""
     return gelu_derivative(h, s) if ACTIVATION == "gelu" else 2 * s

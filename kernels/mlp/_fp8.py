@@ -7,8 +7,8 @@
               backend  da = dy W_proj; dh = da gelu'(h) in e5m2, by rows and by columns; db_fc; a again, by columns
               cuBLAS   dW_proj = dy^T a, dx = dh W_fc, dW_fc = dh^T x
 
-Autograd saves h, and in fp8 by columns x and both weights. The backward computes a again, because it reads h anyway, so
-a by columns is not saved. The backend brings two functions:
+Autograd saves h, and in fp8 by columns x and both weights. The backward recomputes a, because it reads h anyway, so a
+by columns is not saved. The backend brings two functions:
 
     fc_and_gelu(x, w, w_unit, bias, a, dtype) -> h                          writes a by rows, (N, F)
     proj_and_gelu_backward(dy, w, w_unit, h, a, dh, dh_columns, sums)       writes a and dh_columns by columns, (F, N),
@@ -16,6 +16,7 @@ a by columns is not saved. The backend brings two functions:
 
 In fp8 are x (N, C), w (F, C), which is W_fc or W_proj by columns, dy (N, C), and a and dh. `w_unit` is 1 / the scale of
 w. h (N, F) is in `dtype`. If `sums` is true, the second function returns partial sums of dh's rows (parts, F) in fp32.
+In the op glu, h and dh have 2 F columns, W_fc has 2 F rows, and a is silu(gate) up.
 """
 
 from collections.abc import Callable

@@ -4,10 +4,11 @@ A backend brings two functions:
 
     fc_and_gelu(x, w_fc, b_fc, h, a)                      writes h = x W_fc^T + b_fc and a = gelu(h)
     proj_and_gelu_backward(dy, w_proj, h, a, dh, sums)    writes dh = (dy W_proj) gelu'(h) and again a. With `sums` it
-                                                          returns partial sums of dh's rows (parts, F) in fp32
+                                                          returns partial sums of dh's rows (parts, R) in fp32
 
-for x and dy (N, C), w_fc (F, C), b_fc (F,) or None, w_proj (C, F), and h, a and dh (N, F). All tensors are contiguous.
-h and dh may be one buffer: each element of h is read before that element of dh is written.
+for x and dy (N, C), w_fc (R, C), b_fc (R,) or None, w_proj (C, F), h and dh (N, R), and a (N, F). All are contiguous.
+h and dh may be one buffer: each element of h is read before that element of dh is written. R is F, or 2 F in the op
+glu, where a is silu(gate) up. With activation="relu2", relu(h)^2 takes the place of gelu(h).
 """
 
 from collections.abc import Callable

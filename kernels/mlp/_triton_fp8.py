@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.fp8 import X_SCALE, product
 from kernels.mlp import _fp8
-from kernels.mlp._activations import derivative, factor
+from kernels.mlp._activations import activate, activation_derivative
 from kernels.quantize import (
     choose_tile_launch,
     dy_scale,
@@ -28,13 +28,13 @@ from kernels.quantize import (
 
 @triton.jit
 def _activation_and_dh(h_ptr, da_ptr, n, f, N, F, ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr):
-    """Return gelu(h), and with BACKWARD dh = da gelu'(h), of rows n and columns f."""
+    """Return the activation of h, and with BACKWARD dh, which is da times its derivative, of rows n and columns f."""
     h = load_rows(h_ptr, n, f, N, F, 0.0)
-    s = factor(h, ACTIVATION, True)
+    activated, s = activate(h, ACTIVATION, True)
     dh = h
     if BACKWARD:
-        dh = load_rows(da_ptr, n, f, N, F, 0.0) * derivative(h, s, ACTIVATION)
-    return h * s, dh
+        dh = load_rows(da_ptr, n, f, N, F, 0.0) * activation_derivative(h, s, ACTIVATION)
+    return activated, dh
 
 
 @triton.jit(do_not_specialize=["N"])  # another batch size must not recompile

@@ -62,12 +62,12 @@ from kernels.matmul import (
     store_matrix_tile,
 )
 from kernels.mlp import _op, _triton_fp8
-from kernels.mlp._activations import derivative, factor
+from kernels.mlp._activations import activate, activation_derivative
 from kernels.quantize import candidates as quantize_candidates
 from kernels.tiles import place
 
 INPUT_IN_FP8 = True
-RUNS = {"fp8": ("^_gelu_fp8_kernel|::mlp_fp8",), "triton": ("^_mlp_fwd_kernel|::mlp_fwd",)}
+RUNS = {"fp8": ("^_gelu_fp8_kernel|::mlp_(relu2_)?fp8",), "triton": ("^_mlp_fwd_kernel|::mlp_(relu2_)?fwd",)}
 
 
 @triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
@@ -104,9 +104,8 @@ def _mlp_fwd_kernel(
                 part += tl.load(b_ptr + columns, columns < F, other=0.0).to(tl.float32)[None, :]
             rounded = round_to(part, dtype)
             store_matrix_tile(h, rounded, n, f, N, F, TMA)
-            numbers = rounded.to(tl.float32)
-            numbers *= factor(numbers, ACTIVATION, dtype != tl.float32)
-            store_matrix_tile(a, round_to(numbers, dtype), n, f, N, F, TMA)
+            activated, _ = activate(rounded.to(tl.float32), ACTIVATION, dtype != tl.float32)
+            store_matrix_tile(a, round_to(activated, dtype), n, f, N, F, TMA)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -141,9 +140,9 @@ def _mlp_bwd_kernel(
         for i in tl.static_range(PARTS):
             f = first + i * WIDTH
             numbers = load_matrix_tile(h, n, f, N, F, BLOCK_N, WIDTH, TMA).to(tl.float32)
-            s = factor(numbers, ACTIVATION, dtype != tl.float32)
-            gradient = parts[i] * derivative(numbers, s, ACTIVATION)
-            dh_part, a_part = round_both(gradient, numbers * s, dtype)
+            activated, s = activate(numbers, ACTIVATION, dtype != tl.float32)
+            gradient = parts[i] * activation_derivative(numbers, s, ACTIVATION)
+            dh_part, a_part = round_both(gradient, activated, dtype)
             store_matrix_tile(dh, dh_part, n, f, N, F, TMA)
             store_matrix_tile(a, a_part, n, f, N, F, TMA)
             if partial_ptr is not None:

@@ -6,7 +6,7 @@
     out         (n, R, C)   each close to U V^T, where U S V^T is the matrix: its singular values are near 1
 
 A matrix is divided by its Frobenius norm, so that no singular value is above 1. A tall one (R > C) is transposed. Then
-five steps bring the singular values near 1: what is above 0.002 ends between 0.68 and 1.21
+five steps bring the singular values near 1: in exact arithmetic, one above 0.002 ends between 0.68 and 1.21
 (https://kellerjordan.github.io/posts/muon):
 
     A = X X^T    B = b A + c A^2    X <- a X + B X    (a, b, c) = COEFFICIENTS

@@ -21,7 +21,7 @@ from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.matmul import can_use_tma, kernel_argument, multiply_tile, precision, round_to
 from kernels.muon import COEFFICIENTS, STEPS, scaled, unscaled
 
-RUNS = ("^_muon_symmetric_kernel|::muon",)
+RUNS = ("^_muon_symmetric_kernel|::muon$",)
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _muon_symmetric_kernel(
     if tile_j <= tile_i:
         row, column = tile_i * BLOCK_M, tile_j * BLOCK_M
         first = matrix * M
-        # Rows beyond the matrix are of the next one: they are multiplied, and not stored
+        # A tile may have rows of the next matrix: their products are computed, but not stored
         product = multiply_tile(
             x, x, first + row, first + column, N, N, C, True, BLOCK_M, BLOCK_M, BLOCK_C, TMA, PRECISION
         )
@@ -58,7 +58,7 @@ def _muon_symmetric_kernel(
         tile = round_to(product, out_ptr.dtype.element_ty)
         tl.store(out_ptr + start + i.to(tl.int64) * M + j, tile, inside)
         if tile_j < tile_i:
-            # Its transpose, in rows of BLOCK_M: column by column, each store would write 2 bytes
+            # Store the transpose by rows: a store by columns would write 2 bytes at a time
             rows, columns = column + tl.arange(0, BLOCK_M)[:, None], row + tl.arange(0, BLOCK_M)[None, :]
             inside = (rows < M) & (columns < M)
             tl.store(out_ptr + start + rows.to(tl.int64) * M + columns, tile.T, inside)

@@ -17,6 +17,7 @@ def rope(
 ) -> Tensor:
     q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
     if q_weight is not None:
-        D = (qkv.shape[3],)  # the sums are in fp32, and so is the product that is rotated
-        q, k = F.rms_norm(q.float(), D, q_weight.float(), eps), F.rms_norm(k.float(), D, k_weight.float(), eps)
+        D, dtype = (qkv.shape[3],), torch.promote_types(qkv.dtype, torch.float32)  # rotate() gets unrounded products
+        q = F.rms_norm(q.to(dtype), D, q_weight.to(dtype), eps)
+        k = F.rms_norm(k.to(dtype), D, k_weight.to(dtype), eps)
     return torch.cat((rotate(q, table).to(qkv.dtype), rotate(k, table).to(qkv.dtype), v), dim=2)

@@ -20,7 +20,7 @@ def rotate(qkv: Tensor, table: Tensor, kv_heads: int, inverse: bool) -> Tensor:
     from kernels.rope import _helion
 
     out, (B, T, heads, D) = torch.empty_like(qkv), qkv.shape
-    launch = default_launch(heads, D // 2)
+    launch = default_launch(D // 2)
     tokens = 1 if B * T == 1 else launch["BLOCK_T"]  # for a single row, Helion 1.5.0 omits the mask of rows
     kernel = _helion.kernel((tokens, launch["BLOCK_H"]), launch["num_warps"])
     x, y = (tensor.view(B * T, heads, 2, D // 2) for tensor in (qkv, out))

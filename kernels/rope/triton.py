@@ -29,9 +29,9 @@ from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.sums import add_partial_sums
 from kernels.tuned import launch_parameters
 
-RUNS = "rope_fwd", "rope_bwd"
+RUNS = "^_rope_fwd_kernel|::rope_fwd", "^_rope_bwd_kernel|::rope_bwd"
 FAMILY = "_rope_"
-PROGRAMS = 8  # of the backward with weights, for each multiprocessor: each sums its tokens, and the parts are few
+PROGRAMS = 8  # of the backward with weights, for each multiprocessor, so that it leaves about 1,000 parts; not timed
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def _rope_bwd_kernel(
     dw_left = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     dw_right = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     first = tl.program_id(0).to(tl.int64)
-    for start in tl.range(first * BLOCK_T, N, tl.num_programs(0) * BLOCK_T):  # without weights once
+    for start in tl.range(first * BLOCK_T, N, tl.num_programs(0) * BLOCK_T):  # one iteration without weights
         tokens = start + tl.arange(0, BLOCK_T).to(tl.int64)
         offsets = _offsets(tokens, heads, columns, HEADS, HALF)
         mask = (tokens < N)[:, None, None] & (heads < HEADS)[None, :, None] & (columns < HALF)[None, None, :]
@@ -163,7 +163,8 @@ def _rope_bwd_kernel(
 def default_launch(half: int) -> dict[str, int]:
     """Return the default launch parameters: tiles of 1,024 pairs, 8 a thread. With 16 the norm's backward spills."""
     width = triton.next_power_of_2(half)
-    return {"BLOCK_T": max(1, 64 // width), "BLOCK_H": 16, "BLOCK_D": width, "num_warps": 4}
+    heads = max(1, min(16, 1024 // width))
+    return {"BLOCK_T": 1024 // (heads * width) or 1, "BLOCK_H": heads, "BLOCK_D": width, "num_warps": 4}
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
@@ -250,8 +251,9 @@ def launch_backward(
 def empty_gradients(
     dout: Tensor, qkv: Tensor | None, table: Tensor, q_weight: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = 0 if q_weight is None else dout.shape[3]
-    return torch.empty_like(dout), dout.new_empty(sizes), dout.new_empty(sizes)
+    if q_weight is None:
+        return torch.empty_like(dout), dout.new_empty(0), dout.new_empty(0)
+    return torch.empty_like(dout), torch.empty_like(q_weight), torch.empty_like(q_weight)
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
