@@ -251,14 +251,15 @@ def can_use_tma(*matrices: Tensor) -> bool:
     """
     if not has_tma(matrices[0].device) or matrices[0].dtype == torch.float32:
         return False
-    return all(
-        (m.shape[-1] | row_distance(m)) * m.element_size() % 16 == 0 and m.data_ptr() % 16 == 0 for m in matrices
-    )
+    return all(map(has_aligned_rows, matrices))
 
 
-def row_distance(matrix: Tensor) -> int:
-    """Return the distance of a matrix's rows. The stride of a single row may be any number."""
-    return matrix.shape[-1] if matrix.is_contiguous() else matrix.stride(-2)
+def has_aligned_rows(matrix: Tensor) -> bool:
+    """Return whether the address, the length and the distance of the rows are multiples of 16 bytes."""
+    length = matrix.shape[-1]
+    distance = length if matrix.is_contiguous() else matrix.stride(-2)  # the stride of a single row may be any number
+    sizes = length * matrix.element_size(), distance * matrix.element_size(), matrix.data_ptr()
+    return all(size % 16 == 0 for size in sizes)
 
 
 def kernel_argument(tensor: Tensor | None, *block: int, tma: bool) -> TensorDescriptor | Tensor | None:
