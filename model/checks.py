@@ -20,6 +20,12 @@ def read_sizes(values: dict, their_names: dict[str, str], source: str) -> dict[s
     return {ours: values[theirs] for ours, theirs in their_names.items()}
 
 
+def value_or(config: dict, key: str, default: object) -> object:
+    """Return config[key], or the default if the key is missing or null, which means the same to transformers."""
+    value = config.get(key)
+    return default if value is None else value
+
+
 def tensor_shapes(config: GPTConfig) -> dict[str, torch.Size]:
     """Return the shapes of the model's state dict. Raises UserError if a model of these sizes cannot be built."""
     with torch.device("meta"):

@@ -52,10 +52,13 @@ def check_exportable(source: Pretrained, format: str) -> None:
         "a soft cap of its logits (logit_softcap)": config.logit_softcap is not None,
         "RMSNorm": config.norm == "rmsnorm",
         f"the MLP {config.mlp}": config.mlp != "gelu",
-        "an MLP of another width (hidden)": config.mlp == "gelu" and config.hidden_size != 4 * config.n_embd,
-        "a head of its own (tie_embeddings)": not config.tie_embeddings,
-        "another epsilon in its norms (norm_eps)": config.norm_eps != EPS and format == "nanogpt",
     }
+    if format == "nanogpt":
+        extras |= {
+            "an MLP of another width (hidden)": config.mlp == "gelu" and config.hidden_size != 4 * config.n_embd,
+            "a head of its own (tie_embeddings)": not config.tie_embeddings,
+            "another epsilon in its norms (norm_eps)": config.norm_eps != EPS,
+        }
     names = " and ".join(name for name, present in extras.items() if present)
     check(not names, f"{source.name} has {names}, which {format}'s GPT-2 lacks: it cannot be exported")
 
@@ -139,13 +142,13 @@ def to_hugging_face(source: Pretrained, ends: list[int]) -> tuple[dict, dict[str
         return config, llama.write_tensors(source.weights, source.config)
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32", **COMPUTED}
     config |= {key: m[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
-    config |= {"n_positions": m["block_size"], "n_ctx": m["block_size"], "n_inner": None, "tie_word_embeddings": True}
-    config |= {"layer_norm_epsilon": source.config.norm_eps} | ids
+    config |= {"n_positions": m["block_size"], "n_ctx": m["block_size"], "n_inner": m.get("hidden")}
+    config |= {"layer_norm_epsilon": source.config.norm_eps, "tie_word_embeddings": source.config.tie_embeddings} | ids
     # Hugging Face's model always has biases, so a model without biases gets zeros
     shapes = tensor_shapes(replace(source.config, bias=True))
     weights = {name: source.weights[name] if name in source.weights else torch.zeros(shapes[name]) for name in shapes}
     tensors = {name: w.T.contiguous() if CONV1D.fullmatch(name) else w for name, w in weights.items()}
-    return config, {f"transformer.{name}": weight for name, weight in tensors.items()}
+    return config, {name if name == "lm_head.weight" else f"transformer.{name}": w for name, w in tensors.items()}
 
 
 def to_nanogpt(source: Pretrained) -> dict:

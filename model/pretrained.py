@@ -160,6 +160,6 @@ def check_weights(state: dict[str, Tensor], pretrained: Pretrained) -> dict[str,
     )
     check(
         head is None or (head.dtype == weights["wte.weight"].dtype and torch.equal(head, weights["wte.weight"])),
-        f"{pretrained.name} has an untied head: its lm_head.weight is not wte.weight, and here they are one",
+        f"{pretrained.name} is not this model: its config ties the head, but lm_head.weight differs from wte.weight",
     )
     return {name: weights[name].float().contiguous() for name in expected}

@@ -20,7 +20,7 @@ from data.hub import HUB_NAME
 from data.tokenizer import TOKENIZERS
 from data.tokenizer_json import TOKENIZER
 from model import llama
-from model.checks import read_sizes
+from model.checks import read_sizes, value_or
 from model.config import EPS, PRECISIONS, GPTConfig
 from model.download import CONFIG, WEIGHTS, hub_folder, read_json, weight_files
 from model.vocabulary import guess_tokenizer
@@ -176,18 +176,17 @@ def open_hugging_face(name: str, find_folder: Callable[[bool], Path]) -> tuple[P
 def open_gpt2(config: dict, name: str, find_folder: Callable[[bool], Path]) -> tuple[Pretrained, ReadWeights]:
     """Open a GPT-2 of transformers with this config.json."""
     their_names = {**dict(zip(SIZES, SIZES, strict=True)), "block_size": "n_positions"}
+    their_names |= {"hidden": "n_inner"} if config.get("n_inner") is not None else {}
     model = {**read_sizes(config, their_names, name), "pos": "learned", "bias": True}
-    eps = config.get("layer_norm_epsilon")
-    model["norm_eps"] = EPS if eps is None else eps
-    for key, computed in {**COMPUTED, "n_inner": 4 * model["n_embd"]}.items():
+    model["norm_eps"] = value_or(config, "layer_norm_epsilon", EPS)
+    model["tie_embeddings"] = value_or(config, "tie_word_embeddings", True)
+    for key, computed in COMPUTED.items():
         value = config.get(key)
         text = f"{name} has {key}={value_text(value)}, and only {key}={value_text(computed)} is computed here"
         check(value in (None, computed), text)
 
     def read_weights() -> dict[str, Tensor]:
         tensors = read_safetensors(weight_files(find_folder(True)), name)
-        has_head = config.get("tie_word_embeddings", True) or "lm_head.weight" in tensors
-        check(has_head, f"{name} has tie_word_embeddings=false and no lm_head.weight: its head is missing")
         return {key: w.T if CONV1D.fullmatch(key) and w.dim() == 2 else w for key, w in tensors.items()}
 
     return Pretrained(model, {}, guess_tokenizer(model["vocab_size"]) or own_tokenizer(name), name), read_weights

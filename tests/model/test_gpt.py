@@ -75,9 +75,9 @@ def hugging_face(model):
     c = model.config
     sizes = {"n_positions": c.block_size, "vocab_size": c.vocab_size, "n_layer": c.n_layer, "n_head": c.n_head}
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(
-        **sizes, n_embd=c.n_embd, layer_norm_epsilon=c.norm_eps, bos_token_id=0, eos_token_id=0, **drops
-    )
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    others = {"n_inner": c.hidden, "layer_norm_epsilon": c.norm_eps, "tie_word_embeddings": c.tie_embeddings}
+    config = GPT2Config(**sizes, n_embd=c.n_embd, **others, **ids, **drops)
     config._attn_implementation = "eager"
     theirs = GPT2LMHeadModel(config)
     if c.norm == "rmsnorm":
@@ -85,7 +85,8 @@ def hugging_face(model):
         for parent, name in [(block, ln) for block in body.h for ln in ("ln_1", "ln_2")] + [(body, "ln_f")]:
             setattr(parent, name, nn.RMSNorm(c.n_embd, eps=c.norm_eps))
     state = {f"transformer.{name}": transposed(name, w) for name, w in model.state_dict().items()}
-    theirs.load_state_dict(state | {"lm_head.weight": model.wte.weight})
+    head = state.pop("transformer.lm_head.weight", model.wte.weight)
+    theirs.load_state_dict(state | {"lm_head.weight": head})
     return theirs
 
 

@@ -340,7 +340,7 @@ def swapped(held):
         (lambda held: {k: w for k, w in held.items() if "1.mlp.up" not in k}, "it lacks layers.1.mlp.up_proj.weight$"),
         (lambda held: {**held, "score.weight": torch.ones(2, 32)}, "it also has score.weight$"),
         (swapped, "it has in another shape layers.0.self_attn.q_proj.weight"),
-        (lambda held: {**held, "lm_head.weight": torch.ones(97, 32)}, "has an untied head: its lm_head.weight is not"),
+        (lambda held: {**held, "lm_head.weight": torch.ones(97, 32)}, "ties the head, but lm_head.weight differs from"),
         (
             lambda held: {k: w.to(torch.int8) if "k_proj" in k else w for k, w in held.items()},
             "holds layers.0.self_attn.k_proj.weight as torch.int8: quantized weights are not read",

@@ -75,7 +75,7 @@ def test_a_hugging_face_folder(folder):
     from transformers import GPT2LMHeadModel
 
     found = read_pretrained(str(folder))
-    assert (found.model, found.tokenizer, found.name, found.checkpoint) == (MODEL, None, str(folder), None)
+    assert (found.config, found.tokenizer, found.name, found.checkpoint) == (SMALL, None, str(folder), None)
     assert equal(found.weights, dict(gpt().state_dict()))
     theirs = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -219,8 +219,8 @@ def test_finetuning_is_a_config():
         ({"layer_norm_epsilon": 2.0}, r"model.norm_eps=2.0: it must be in \(0, 1\)"),
         ({"layer_norm_epsilon": "small"}, "model.norm_eps=small: its type must be float"),
         ({"add_cross_attention": True}, "has add_cross_attention=True"),
-        ({"n_inner": 96}, "has n_inner=96, and only n_inner=192 is computed here"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings=false and no lm_head.weight: its head is missing"),
+        ({"n_inner": "96"}, "its n_inner must be an integer, and is '96'"),
+        ({"tie_word_embeddings": False}, "is not this model: it lacks lm_head.weight$"),
         ({"n_embd": None}, "its n_embd must be an integer, and is None"),
         ({"n_layer": "3"}, "its n_layer must be an integer, and is '3'"),
         ({"n_head": 5}, "cannot be built: model.n_embd=48 is not a multiple of model.n_head=5"),
@@ -234,9 +234,20 @@ def test_another_architecture_is_refused(folder, config, message):
 
 
 def test_harmless_differences(folder):
-    """Another rounding in attention, and a head that is stored untied but is equal, are accepted."""
-    source = rewrite(folder, with_head, reorder_and_upcast_attn=True, n_inner=192, tie_word_embeddings=False)
+    """Another rounding in attention, and GPT-2's own width of the MLP."""
+    source = rewrite(folder, with_head, reorder_and_upcast_attn=True, n_inner=192)
     assert equal(read_pretrained(source).weights, dict(gpt().state_dict()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_of_its_own(folder, tied):
+    """config.json says whether the model has one. null is transformers' default: the head is tied."""
+    source = rewrite(folder, with_head, tie_word_embeddings=tied)
+    assert read_shape(source).config.tie_embeddings == tied
+    if tied:
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": None}))
+        assert read_shape(source).config.tie_embeddings
 
 
 def without_a_bias(held):
@@ -253,7 +264,7 @@ def without_a_bias(held):
             lambda held: {**held, "transformer.ln_f.bias": torch.ones(47)},
             r"it has in another shape ln_f.bias \(47,\), not \(48,\)$",
         ),
-        (lambda held: {**held, "lm_head.weight": torch.ones(97, 48)}, "has an untied head: its lm_head.weight is not"),
+        (lambda held: {**held, "lm_head.weight": torch.ones(97, 48)}, "ties the head, but lm_head.weight differs from"),
         (
             lambda held: {**held, "transformer.ln_f.bias": torch.ones(48, dtype=torch.int8)},
             "holds ln_f.bias as torch.int8: quantized weights are not read",

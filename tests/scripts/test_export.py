@@ -66,7 +66,7 @@ def test_transformers_gives_the_same_logits_for_an_exported_checkpoint(command):
     with safe_open("a/b/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # older versions of transformers refuse a file without it
     source = read_pretrained("a/b")
-    assert source.model == {**MODEL, "vocab_size": 320}
+    assert source.config == replace(SMALL, vocab_size=320)
     assert equal(source.weights, read_pretrained("run").weights)
     model, report = GPT2LMHeadModel.from_pretrained("a/b", output_loading_info=True, attn_implementation="eager")
     assert not any(report.values()), report
@@ -112,10 +112,10 @@ def umask():
     return value
 
 
-@pytest.mark.parametrize("eps", [1e-5, 0.1])
-def test_a_file_of_transformers_has_the_same_tensors_when_it_is_exported_again(command, eps):
+@pytest.mark.parametrize("changes", [{}, {"norm_eps": 0.1}, {"hidden": 80}, {"tie_embeddings": False}])
+def test_a_file_of_transformers_has_the_same_tensors_when_it_is_exported_again(command, changes):
     """The names and the shared keys of config.json are the same too, and the logits are transformers'."""
-    config = replace(SMALL, norm_eps=eps)
+    config = replace(SMALL, **changes)
     theirs = hugging_face(gpt(config))
     theirs.save_pretrained("original")
     source = read_pretrained("original")
@@ -129,7 +129,8 @@ def test_a_file_of_transformers_has_the_same_tensors_when_it_is_exported_again(c
     original, exported = (json.loads(Path(folder, "config.json").read_text()) for folder in ("original", "exported"))
     shared = (set(original) & set(exported)) - {"bos_token_id", "eos_token_id"}
     assert {key: exported[key] for key in shared} == {key: original[key] for key in shared}
-    assert {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "layer_norm_epsilon"} <= shared
+    sizes = {"n_layer", "n_head", "n_embd", "n_positions", "n_inner", "vocab_size"}
+    assert {*sizes, "layer_norm_epsilon", "tie_word_embeddings"} <= shared
 
 
 def test_biases_are_zeros_when_a_model_without_biases_is_exported_to_hf(command):
@@ -281,6 +282,7 @@ def test_a_mistake_prints_one_line(command):
     saved(Path("rope"), gpt(replace(SMALL, pos="rope")))
     saved(Path("norms"), gpt(replace(SMALL, norm="rmsnorm", norm_eps=1e-6)))
     saved(Path("capped"), gpt(replace(SMALL, logit_softcap=30.0)))
+    saved(Path("wide"), gpt(replace(SMALL, hidden=80, tie_embeddings=False)))
     hugging_face(gpt()).save_pretrained("hf_model")
     Path("file").touch()
     for arguments, message in [
@@ -293,6 +295,10 @@ def test_a_mistake_prints_one_line(command):
         (
             ("checkpoint=norms", "path=x", "format=nanogpt"),
             "has RMSNorm and another epsilon in its norms (norm_eps), which nanogpt's GPT-2 ",
+        ),
+        (
+            ("checkpoint=wide", "path=x", "format=nanogpt"),
+            "has an MLP of another width (hidden) and a head of its own (tie_embeddings), which nanogpt's GPT-2 ",
         ),
         (("checkpoint=capped", "path=x"), "has a soft cap of its logits (logit_softcap), which hf's GPT-2 lacks"),
         (("checkpoint=hf_model", "path=file"), "path=file cannot be written: "),
