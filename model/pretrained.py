@@ -11,7 +11,7 @@ activation.
 """
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from omegaconf import DictConfig
@@ -21,6 +21,7 @@ from data.errors import DataError
 from data.tokenizer import TOKENIZERS, Tokenizer
 from data.tokenizer_json import open_tokenizer, same_tokenizer, tokenizer_size
 from model.checks import check_tensors, tensor_shapes
+from model.config import GPTConfig
 from model.gpt import GPT
 from model.sources import TRAINING, Pretrained, open_source
 from model.vocabulary import take_vocabulary
@@ -28,9 +29,10 @@ from runtime import checkpoint
 from runtime.config import UserError, check, command_line_values, value_text
 from runtime.resume import checkpoint_model_config
 
-# Fields of GPTConfig on which no weight depends. With another rope_theta the same weights read longer contexts
-# (arXiv:2309.16039, section 2)
-MAY_DIFFER = (*TRAINING, "window", "rope_theta")
+# Fields of GPTConfig on which no weight depends. With another rope_theta (arXiv:2309.16039, section 2) or rope_scaling
+# (arXiv:2407.21783, Llama 3.1) the same weights read longer contexts after some training
+MAY_DIFFER = (*TRAINING, "window", "rope_theta", "rope_scaling")
+MEANINGS = {"n_kv_head": "kv_heads", "head_dim": "head_size", "hidden": "hidden_size"}  # what null stands for
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # a buffer in old files
 
 
@@ -57,9 +59,10 @@ def fit_config(pretrained: Pretrained, asked: dict) -> dict:
     The position table may become shorter; a rope model has no table. The fields of MAY_DIFFER may have any value.
     Raises UserError if another field differs.
     """
-    fields = asdict(pretrained.config)  # pretrained.model of an old checkpoint lacks the newer fields
+    config = pretrained.config  # pretrained.model of an old checkpoint lacks the newer fields
+    fields = asdict(config)
     for key, value in asked.items():
-        have = fields.get(key)
+        have = meaning(config, key, fields.get(key))
         if key == "block_size":
             check(isinstance(value, int), f"model.block_size={value_text(value)}: it must be a number of tokens")
             check(
@@ -67,9 +70,16 @@ def fit_config(pretrained: Pretrained, asked: dict) -> dict:
                 f"model.block_size={value} is more than the {have} positions of {pretrained.name}",
             )
         elif key not in MAY_DIFFER:
-            check(value == have, f"model.{key}={value}, but {pretrained.name} has {have}: leave model.{key} out")
+            asks, has = ("null" if v is None else value_text(v) for v in (value, have))
+            text = f"model.{key}={asks}, but {pretrained.name} has {has}: leave model.{key} out"
+            check(meaning(config, key, value) == have, text)
     theirs = {key: value for key, value in fields.items() if key not in TRAINING}
     return {**theirs, **{key: asked[key] for key in asked if key in ("block_size", *MAY_DIFFER)}}
+
+
+def meaning(config: GPTConfig, key: str, value: object) -> object:
+    """Return the value of a field of `config`, or what null stands for. Raises UserError if `config` cannot have it."""
+    return getattr(replace(config, **{key: value}), MEANINGS[key]) if key in MEANINGS else value
 
 
 def take_model_config(cfg: DictConfig) -> None:

@@ -186,16 +186,35 @@ def test_fit_config():
     found = pretrained.Pretrained(MODEL, {}, None, "theirs")
     everything = {key: value for key, value in asdict(SMALL).items() if key not in TRAINING}
     assert fit_config(found, {}) == everything  # so that nothing of model=NAME stays
-    asked = {"block_size": 8, "n_head": 3, "dropout": 0.5, "rope_theta": 5e5}
+    asked = {"block_size": 8, "n_head": 3, "dropout": 0.5, "window": 5}
     assert fit_config(found, asked) == {**everything, **asked}
     with pytest.raises(UserError, match=r"model.block_size=25 is more than the 24 positions of theirs"):
         fit_config(found, {"block_size": 25})
     with pytest.raises(UserError, match=r"model.vocab_size=128, but theirs has 97: leave model.vocab_size out"):
         fit_config(found, {"vocab_size": 128})
     rope = found._replace(model={**MODEL, "pos": "rope"})
-    assert fit_config(rope, {"block_size": 4096}) == {**everything, "pos": "rope", "block_size": 4096}
+    longer = {"block_size": 4096, "rope_theta": 5e5, "rope_scaling": 8.0}
+    assert fit_config(rope, longer) == {**everything, "pos": "rope", **longer}
     with pytest.raises(UserError, match=r"model.norm_eps=0.001, but theirs has 1e-05: leave model.norm_eps out"):
         fit_config(found, {"norm_eps": 1e-3})
+    with pytest.raises(UserError, match=r"model.logit_softcap=30, but theirs has null: leave model.logit_softcap out"):
+        fit_config(found, {"logit_softcap": 30})
+
+
+def test_a_number_that_null_stands_for_is_no_other_shape():
+    """SMALL has 3 heads of 16 channels, and an MLP of 4 x 48. A source may store these as null or as numbers."""
+    numbers = {"n_kv_head": 3, "head_dim": 16, "hidden": 192}
+    nulls = dict.fromkeys(numbers)
+    for model, asked in ((nulls, numbers), (numbers, nulls)):
+        found = pretrained.Pretrained({**MODEL, **model}, {}, None, "theirs")
+        fitted = fit_config(found, asked)
+        assert {key: fitted[key] for key in model} == model
+    for key, value, have in (("n_kv_head", 1, 3), ("head_dim", 8, 16), ("hidden", 96, 192)):
+        for source, other in ((None, value), (value, None)):
+            found = pretrained.Pretrained({**MODEL, key: source}, {}, None, "theirs")
+            text = f"model.{key}={other or 'null'}, but theirs has {have if source is None else value}: leave"
+            with pytest.raises(UserError, match=text):
+                fit_config(found, {key: other})
 
 
 def test_finetuning_is_a_config():
