@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.rope import HIGH, LOW, TRAINED_LENGTH
-from model.checks import check_tensors, first_three, read_sizes, tensor_shapes
+from model.checks import check_tensors, first_three, read_sizes, tensor_shapes, value_or
 from model.config import GPTConfig
 from runtime.config import check, value_text
 
@@ -65,8 +65,8 @@ def read_model(config: dict, name: str) -> dict:
     heads = read_sizes(config, {key: theirs for key, theirs in HEADS.items() if config.get(theirs) is not None}, name)
     theta, scaling = read_rope(config, name)
     model = {**sizes, "pos": "rope", "rope_theta": theta, "rope_scaling": scaling, "qk_norm": kind == "qwen3"}
-    model |= {"norm": "rmsnorm", "norm_eps": config.get("rms_norm_eps", 1e-6), "mlp": "swiglu"}
-    model |= {"bias": read_bias(config, name), "tie_embeddings": config.get("tie_word_embeddings", False)}
+    model |= {"norm": "rmsnorm", "norm_eps": value_or(config, "rms_norm_eps", 1e-6), "mlp": "swiglu"}
+    model |= {"bias": read_bias(config, name), "tie_embeddings": value_or(config, "tie_word_embeddings", False)}
     model |= {"n_kv_head": None, "head_dim": None}
     if heads.get("n_kv_head") != sizes["n_head"]:  # null in our configs means this
         model["n_kv_head"] = heads.get("n_kv_head")
@@ -120,7 +120,7 @@ def read_rope(config: dict, name: str) -> tuple[float, float | None]:
 def read_window(config: dict, kind: str, layers: int, name: str) -> int | None:
     """Return the window of all layers; None: attention is full. Raises UserError if the layers differ."""
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    first, types = config.get("max_window_layers", 28), config.get("layer_types")
+    first, types = value_or(config, "max_window_layers", 28), config.get("layer_types")
     if types is None and window is not None:  # the layers before the first are full
         check(type(first) is int, f"{name} cannot be read: its max_window_layers is {value_text(first)}")
         types = ["full_attention"] * (first > 0) + ["sliding_attention"] * (first < layers)

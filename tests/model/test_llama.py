@@ -328,6 +328,13 @@ def test_keys_that_change_nothing(folder):
     assert read_shape(source).model == shape
 
 
+def test_null_means_the_same_as_a_missing_key(folder):
+    keys = "rms_norm_eps", "tie_word_embeddings", "rope_theta", "max_window_layers"
+    missing = read_shape(rewrite(folder, **dict.fromkeys(keys, ...))).config
+    assert (missing.norm_eps, missing.tie_embeddings) == (1e-6, False)  # LlamaConfig's defaults
+    assert read_shape(rewrite(folder, **dict.fromkeys(keys))).config == missing
+
+
 def swapped(held):
     """Rows of q in the place of k's: together they have the rows of c_attn."""
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk"]
