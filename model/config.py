@@ -108,6 +108,7 @@ class GPTConfig:
             f"model.rope_scaling={self.rope_scaling}: it must be a factor in [1, 1e6), or null",
         )
         rotary_only = {"qk_norm=true": self.qk_norm, f"rope_scaling={self.rope_scaling}": self.rope_scaling}
+        rotary_only[f"rope_theta={self.rope_theta}"] = self.rope_theta != GPTConfig.rope_theta
         for text, is_set in rotary_only.items():
             check(self.pos == "rope" or not is_set, f"model.{text} needs rotary positions: add model.pos=rope")
         check(

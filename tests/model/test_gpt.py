@@ -617,6 +617,7 @@ def test_amp_keeps_the_stream_in_fp32():
         ({"logit_softcap": float("inf")}, r"model.logit_softcap=inf: it must be a positive number, or null"),
         ({"logit_softcap": "30"}, r"model.logit_softcap=30: its type must be float \| None"),
         ({"rope_theta": 1.0}, r"model.rope_theta=1.0: it must be in \(1, 1e12\)"),
+        ({"rope_theta": 5e5}, r"model.rope_theta=500000.0 needs rotary positions: add model.pos=rope"),
         ({"norm": "batchnorm"}, r"model.norm=batchnorm: choose layernorm or rmsnorm"),
         ({"norm_eps": 0.0}, r"model.norm_eps=0.0: it must be in \(0, 1\)"),
         ({"norm_eps": float("nan")}, r"model.norm_eps=nan: it must be in \(0, 1\)"),
