@@ -14,6 +14,7 @@ from model.config import GPTConfig
 from model.optim import OptimConfig
 from runtime import checkpoint, resume, schedule
 from runtime import device as machine
+from runtime.config import field_defaults
 from runtime.ranks import Ranks
 from runtime.run import Run
 from runtime.saver import Checkpoints
@@ -110,7 +111,7 @@ def save(job: Job, checkpoints: Checkpoints, step: int, facts: dict) -> float:
 def restore(job: Job, path: Path) -> dict:
     """Load a checkpoint, and return its manifest. Raises UserError if it is of another run."""
     saved = checkpoint.read_manifest(path)
-    defaults = {"model": GPTConfig.defaults(), "optim": OptimConfig.defaults()}
+    defaults = {"model": field_defaults(GPTConfig), "optim": field_defaults(OptimConfig)}
     options = {"may_differ": pretrained.TRAINING, "defaults": defaults}
     resume.check_same_run(saved, job.config, job.dataset.fingerprint, path, **options)
     rest = checkpoint.load_state(path, job.step.optimizer.state())

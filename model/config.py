@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 import torch
 
 from model.vocabulary import padded
-from runtime.config import UserError, check, value_text
+from runtime.config import UserError, check, field_defaults, value_text
 
 # name -> (dtype of the stored weights and the residual stream, compute dtype)
 PRECISIONS = {
@@ -139,17 +138,12 @@ class GPTConfig:
         )
 
     @classmethod
-    def defaults(cls) -> dict[str, Any]:
-        """Return {field: its default}. The configs of old checkpoints and rows lack the newer fields."""
-        return {field.name: field.default for field in fields(cls) if field.default is not MISSING}
-
-    @classmethod
     def changes(cls, model: Mapping) -> dict[str, str]:
-        """Return {field: its value as on the command line} of the fields that differ from defaults().
+        """Return {field: its value as on the command line} of the fields that differ from their defaults.
 
         `model` is a row's or a checkpoint's config.model, which may lack fields, or vars() of a GPTConfig.
         """
-        defaults = cls.defaults()
+        defaults = field_defaults(cls)
         changed = {key: model[key] for key in defaults if key in model and model[key] != defaults[key]}
         return {key: value_text(value).lower() for key, value in changed.items()}
 

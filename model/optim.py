@@ -4,8 +4,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +55,6 @@ class OptimConfig:
     def suffix(self) -> str:
         """The end of a run's name: "-muon", or "" for AdamW."""
         return "" if self.name == "adamw" else f"-{self.name}"
-
-    @classmethod
-    def defaults(cls) -> dict[str, Any]:
-        """Return {field: its default}. The configs of old checkpoints and rows lack the newer fields."""
-        return {field.name: field.default for field in fields(cls) if field.default is not MISSING}
 
 
 def rename_impl(config: OptimConfig, kernels: KernelsConfig) -> None:

@@ -13,8 +13,9 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -44,6 +45,11 @@ def check(ok: bool, message: str) -> None:
     """Raise UserError with this message if `ok` is false."""
     if not ok:
         raise UserError(message)
+
+
+def field_defaults(schema: type) -> dict[str, Any]:
+    """Return {field: its default} of a dataclass. The configs of old checkpoints and rows lack the newer fields."""
+    return {field.name: field.default for field in fields(schema) if field.default is not MISSING}
 
 
 def value_text(value: object) -> str:

@@ -26,7 +26,7 @@ from model.config import GPTConfig
 from model.optim import OptimConfig
 from runtime import resume
 from runtime.checkpoint import checkpoint_folders, newest_valid, read_manifest, verify
-from runtime.config import UserError
+from runtime.config import UserError, field_defaults
 from runtime.resume import schedule_changes
 from tests.runtime.test_unreadable import break_paths
 from tests.test_train import CPU, QUICK, ROOT, config, metrics, row, set_clock
@@ -752,9 +752,9 @@ def test_the_old_name_of_the_optimizer_is_no_change():
 def test_a_checkpoint_from_before_a_field_existed_is_of_a_run_with_its_default(capsys):
     train = {"block_size": 1, "tokens_per_step": 1, "overfit": False, "max_steps": 1, "max_minutes": None}
     config = {"model": {"n_layer": 1}, "train": train, "data": {"mask_documents": False}, "optim": {}, "seed": 1}
-    defaults = {"model": GPTConfig.defaults(), "optim": OptimConfig.defaults()}
+    defaults = {"model": field_defaults(GPTConfig), "optim": field_defaults(OptimConfig)}
     saved, options = {"config": config, "data": {}}, {"defaults": defaults}
-    now = {"model": {**GPTConfig.defaults(), "n_layer": 1}, "optim": OptimConfig.defaults()}
+    now = {"model": {**field_defaults(GPTConfig), "n_layer": 1}, "optim": field_defaults(OptimConfig)}
     resume.check_same_run(saved, config | now, {}, Path("run"), **options)
     assert capsys.readouterr().out == ""
     for group, key, value, then in (("model", "norm", "rmsnorm", "layernorm"), ("optim", "name", "muon", "adamw")):

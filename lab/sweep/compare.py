@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from model.config import GPTConfig
 from model.optim import OptimConfig
+from runtime.config import field_defaults
 
 DRAWS = 1000  # samples that the bootstrap draws
 RESOLUTION = 0.005  # a difference below 0.5% is a tie: on another machine, the other choice may be faster
@@ -108,7 +109,7 @@ def differences(row: dict, base: dict) -> list[str]:
     for groups in (config, base_config):  # an old row lacks the newer fields
         for name, schema in (("model", GPTConfig), ("optim", OptimConfig)):
             if isinstance(groups.get(name), dict):
-                groups[name] = schema.defaults() | groups[name]
+                groups[name] = field_defaults(schema) | groups[name]
     for key in sorted((config | base_config).keys() - set(COMPARED)):
         lines += value_differences(key, config.get(key), base_config.get(key))
     if "env" in row and "env" in base:

@@ -19,14 +19,14 @@ from model.gpt import GPT
 from model.optim import OptimConfig, learning_rate
 from model.pretrained import fit_config, load_weights, read_pretrained, read_shape, tokenizer_of
 from model.sources import TRAINING
-from runtime.config import UserError
+from runtime.config import UserError, field_defaults
 from runtime.ranks import Ranks
 from runtime.saver import Checkpoints
 from tests.model.test_gpt import SMALL, gpt, hugging_face, ops
 
 ROOT = Path(__file__).parents[2]
 # fields that GPT-2's formats lack
-OURS = "dropout", *(field for field in GPTConfig.defaults() if field != "norm_eps")
+OURS = "dropout", *(field for field in field_defaults(GPTConfig) if field != "norm_eps")
 MODEL = {key: value for key, value in asdict(SMALL).items() if key not in OURS}
 IDX = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")

@@ -10,10 +10,11 @@ from lab.report.describe import search_settings, session_settings
 from lab.report.peers import is_124m
 from model import cost
 from model.config import GPTConfig
+from runtime.config import field_defaults
 from tests.lab.report.sample_rows import make_context_row, make_generation_row, make_row
 from tests.model.test_gpt import GPT2
 
-VALUES = {field: "host" if field == "checkpointing" else 7 for field in GPTConfig.defaults()}
+VALUES = {field: "host" if field == "checkpointing" else 7 for field in field_defaults(GPTConfig)}
 
 
 def with_field(row, field):
@@ -40,6 +41,6 @@ def test_a_field_of_the_model_is_named_if_it_is_not_the_default(field):
 
 def test_a_row_with_the_defaults_has_no_more_to_name():
     row = make_row()
-    row["config"]["model"] |= GPTConfig.defaults()
+    row["config"]["model"] |= field_defaults(GPTConfig)
     assert session_settings(row) == session_settings(make_row())
     assert training_text(row) == "124M, amp, 64 x 1024 tokens, eager, attention sdpa"
