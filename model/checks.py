@@ -26,6 +26,13 @@ def value_or(config: dict, key: str, default: object) -> object:
     return default if value is None else value
 
 
+def check_supported(config: dict, supported: dict, source: str) -> None:
+    """Raise UserError if a key of a config is set to another value than the one that is computed here."""
+    for key, value in supported.items():
+        text = f"{source} has {key}={value_text(config.get(key))}, and only {key}={value_text(value)} is computed here"
+        check(config.get(key) in (None, value), text)
+
+
 def tensor_shapes(config: GPTConfig) -> dict[str, torch.Size]:
     """Return the shapes of the model's state dict. Raises UserError if a model of these sizes cannot be built."""
     with torch.device("meta"):

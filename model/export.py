@@ -27,7 +27,7 @@ from model import llama
 from model.checks import tensor_shapes
 from model.config import EPS
 from model.download import CONFIG, WEIGHTS
-from model.sources import COMPUTED, CONV1D, SIZES, Pretrained
+from model.sources import CONV1D, SIZES, SUPPORTED_VALUES, Pretrained
 from runtime import checkpoint
 from runtime.config import UserError, check
 from runtime.manifest import fsync
@@ -140,7 +140,7 @@ def to_hugging_face(source: Pretrained, ends: list[int]) -> tuple[dict, dict[str
     if llama.is_llama(source.config):
         config = llama.write_config(source.config) | ids
         return config, llama.write_tensors(source.weights, source.config)
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32", **COMPUTED}
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32", **SUPPORTED_VALUES}
     config |= {key: m[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
     config |= {"n_positions": m["block_size"], "n_ctx": m["block_size"], "n_inner": m.get("hidden")}
     config |= {"layer_norm_epsilon": source.config.norm_eps, "tie_word_embeddings": source.config.tie_embeddings} | ids

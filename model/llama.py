@@ -4,8 +4,8 @@ SmolLM2 is a Llama. Qwen3 is one that also normalises q and k. A model here is o
 RMSNorm and a SwiGLU MLP.
 
 Every key of a config.json is read, is compared with the one value that is computed here, or is known to change no
-logits (HARMLESS). Any other key is refused if it is set: a key that nobody reads would give other logits without an
-error, and a key that is harmless after all costs its user one edit.
+logits (HARMLESS). Any other key is refused if it is set. A key that nobody reads could give other logits without an
+error. Refusing a harmless key costs the user one edit of config.json.
 """
 
 import re
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.rope import HIGH, LOW, TRAINED_LENGTH
-from model.checks import check_tensors, first_three, read_sizes, tensor_shapes, value_or
+from model.checks import check_supported, check_tensors, first_three, read_sizes, tensor_shapes, value_or
 from model.config import GPTConfig
 from runtime.config import check, value_text
 
@@ -29,13 +29,13 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 HEADS = {"n_kv_head": "num_key_value_heads", "head_dim": "head_dim"}  # may be missing
-MISSING = {"llama": {}, "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}  # transformers' values for them
-COMPUTED = {"hidden_act": "silu", "pretraining_tp": 1, "partial_rotary_factor": 1.0}
-READ = {
+DEFAULTS_BY_KIND = {"llama": {}, "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}  # transformers' values for them
+SUPPORTED_VALUES = {"hidden_act": "silu", "pretraining_tp": 1, "partial_rotary_factor": 1.0}
+READ_KEYS = {
     *("model_type", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "layer_types"),
     *("rope_theta", "rope_scaling", "rope_parameters"),
 }
-READ_OF = {"llama": {"mlp_bias"}, "qwen3": {"use_sliding_window", "sliding_window", "max_window_layers"}}
+READ_KEYS_BY_KIND = {"llama": {"mlp_bias"}, "qwen3": {"use_sliding_window", "sliding_window", "max_window_layers"}}
 HARMLESS = {
     # names, versions and token ids
     *("architectures", "_name_or_path", "transformers_version", "transformers.js_config", "is_llama_config"),
@@ -52,16 +52,16 @@ BUFFER = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # in old f
 def read_model(config: dict, name: str) -> dict:
     """Return the fields of GPTConfig for a config.json. Raises UserError if it asks for what is not computed here."""
     kind = config["model_type"]
-    known = {*SIZES.values(), *HEADS.values(), *COMPUTED, *READ, *READ_OF[kind], *HARMLESS}
+    known = {*SIZES.values(), *HEADS.values(), *SUPPORTED_VALUES, *READ_KEYS, *READ_KEYS_BY_KIND[kind], *HARMLESS}
     unknown = [key for key, value in config.items() if value and key not in known]
-    check(
-        not unknown,
-        f"{name} has {first_three(unknown)} in its config.json, which is not computed here; what changes no logits may "
-        "be deleted from a local copy of config.json",
-    )
-    check_computed(config, COMPUTED, name)
+    this = "this key; if it changes no logits, delete it"
+    if len(unknown) > 1:
+        this = "these keys; if they change no logits, delete them"
+    text = f"{name} has {first_three(unknown)} in its config.json: hotswap does not know {this}"
+    check(not unknown, f"{text} from a local copy of config.json")
+    check_supported(config, SUPPORTED_VALUES, name)
     sizes = read_sizes(config, SIZES, name)
-    config = {**MISSING[kind], **config}
+    config = {**DEFAULTS_BY_KIND[kind], **config}
     heads = read_sizes(config, {key: theirs for key, theirs in HEADS.items() if config.get(theirs) is not None}, name)
     theta, scaling = read_rope(config, name)
     model = {**sizes, "pos": "rope", "rope_theta": theta, "rope_scaling": scaling, "qk_norm": kind == "qwen3"}
@@ -74,13 +74,6 @@ def read_model(config: dict, name: str) -> dict:
         model["head_dim"] = heads.get("head_dim")
     window = read_window(config, kind, sizes["n_layer"], name)
     return model if window is None else {**model, "window": window}
-
-
-def check_computed(config: dict, computed: dict, name: str) -> None:
-    """Raise UserError if a key of a config has another value than the one that is computed here."""
-    for key, value in computed.items():
-        text = f"{name} has {key}={value_text(config.get(key))}, and only {key}={value_text(value)} is computed here"
-        check(config.get(key) in (None, value), text)
 
 
 def read_bias(config: dict, name: str) -> bool:
@@ -105,12 +98,12 @@ def read_rope(config: dict, name: str) -> tuple[float, float | None]:
     known |= {"factor", *LLAMA3} if kind == "llama3" else set()
     unknown = [key for key, value in rope.items() if value and key not in known]
     check(not unknown, f"{name} has {first_three(unknown)} for rope_type={kind}, which is not computed here")
-    check_computed(rope, {"partial_rotary_factor": 1.0}, name)
+    check_supported(rope, {"partial_rotary_factor": 1.0}, name)
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     if kind == "default":
         return theta, None
     their_default = {"original_max_position_embeddings": config["max_position_embeddings"]}
-    check_computed({**their_default, **rope}, LLAMA3, name)
+    check_supported({**their_default, **rope}, LLAMA3, name)
     factor = rope.get("factor")
     is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
     check(is_number, f"{name} cannot be read: its rope factor must be a number, and is {value_text(factor)}")

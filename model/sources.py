@@ -20,7 +20,7 @@ from data.hub import HUB_NAME
 from data.tokenizer import TOKENIZERS
 from data.tokenizer_json import TOKENIZER
 from model import llama
-from model.checks import read_sizes, value_or
+from model.checks import check_supported, read_sizes, value_or
 from model.config import EPS, PRECISIONS, GPTConfig
 from model.download import CONFIG, WEIGHTS, hub_folder, read_json, weight_files
 from model.vocabulary import guess_tokenizer
@@ -31,7 +31,7 @@ from runtime.pickles import check_saved
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 TRAINING = ("dropout", "checkpointing", "keep_attention")  # fields of GPTConfig that only training needs
 CONV1D = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")  # Hugging Face stores these transposed
-COMPUTED = {  # key of Hugging Face's config.json -> its default, the only value that model/gpt.py computes
+SUPPORTED_VALUES = {  # key of Hugging Face's config.json -> its default, the only value that model/gpt.py computes
     "activation_function": "gelu_new",
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -180,10 +180,7 @@ def open_gpt2(config: dict, name: str, find_folder: Callable[[bool], Path]) -> t
     model = {**read_sizes(config, their_names, name), "pos": "learned", "bias": True}
     model["norm_eps"] = value_or(config, "layer_norm_epsilon", EPS)
     model["tie_embeddings"] = value_or(config, "tie_word_embeddings", True)
-    for key, computed in COMPUTED.items():
-        value = config.get(key)
-        text = f"{name} has {key}={value_text(value)}, and only {key}={value_text(computed)} is computed here"
-        check(value in (None, computed), text)
+    check_supported(config, SUPPORTED_VALUES, name)
 
     def read_weights() -> dict[str, Tensor]:
         tensors = read_safetensors(weight_files(find_folder(True)), name)

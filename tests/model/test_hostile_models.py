@@ -171,8 +171,9 @@ def config_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-CONFIG_KEYS = [*HF_CONFIG, *export.COMPUTED, "layer_norm_epsilon", "n_inner", "tie_word_embeddings"]
-LLAMA_KEYS = {*llama.SIZES.values(), *llama.HEADS.values(), *llama.COMPUTED, *llama.READ, *llama.READ_OF["qwen3"]}
+CONFIG_KEYS = [*HF_CONFIG, *export.SUPPORTED_VALUES, "layer_norm_epsilon", "n_inner", "tie_word_embeddings"]
+LLAMA_KEYS = {*llama.SIZES.values(), *llama.HEADS.values(), *llama.SUPPORTED_VALUES, *llama.READ_KEYS}
+LLAMA_KEYS |= llama.READ_KEYS_BY_KIND["qwen3"]
 
 
 @pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
