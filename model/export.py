@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -63,31 +64,34 @@ def check_exportable(source: Pretrained, format: str) -> None:
     check(not names, f"{source.name} has {names}, which {format}'s GPT-2 lacks: it cannot be exported")
 
 
-def tokenizer_of_export(source: Pretrained, format: str) -> tuple[dict[str, bytes], list[int]]:
-    """Return the tokenizer's files, which `hf` has if the tokenizer is known, and its ends of text.
+class ExportTokenizer(NamedTuple):
+    files: dict[str, bytes]  # name -> content; none: the export has no tokenizer
+    ends: list[int]  # the ids that end a text; the first is the tokenizer's eot
 
-    They are empty, with a warning, if the files of a tokenizer.json are gone.
+
+def tokenizer_of_export(source: Pretrained, format: str) -> ExportTokenizer:
+    """Return the tokenizer, which `hf` has if it is known.
+
+    It is empty, with a warning, if the files of a tokenizer.json are gone.
     """
     if format != "hf" or source.tokenizer is None:
-        return {}, []
+        return ExportTokenizer({}, [])
     if source.tokenizer in TOKENIZERS:
-        return built_in_files(source), [TOKENIZERS[source.tokenizer].eot]
+        return ExportTokenizer(built_in_files(source), [TOKENIZERS[source.tokenizer].eot])
     try:
         tokenizer = open_tokenizer(source.tokenizer)
     except DataError as error:
         warn(f"the export has no tokenizer: {error}")
-        return {}, []
-    return tokenizer.files, list(tokenizer.stops)
+        return ExportTokenizer({}, [])
+    return ExportTokenizer(tokenizer.files, list(tokenizer.stops))
 
 
-def export(
-    source: Pretrained, format: str, folder: Path, tokenizer: tuple[dict[str, bytes], list[int]] = ({}, [])
-) -> list[Path]:
+def export(source: Pretrained, format: str, folder: Path, tokenizer: ExportTokenizer | None = None) -> list[Path]:
     """Write the model's files into `folder`, and return their paths. Raises UserError if that fails.
 
     `tokenizer` is what tokenizer_of_export() returned.
     """
-    files, ends = tokenizer if format == "hf" else ({}, [])
+    files, ends = tokenizer or ExportTokenizer({}, [])
     if format == "hf":
         config, tensors = to_hugging_face(source, ends)
         text = json.dumps(config, indent=2) + "\n"

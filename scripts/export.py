@@ -34,7 +34,7 @@ def main(cfg: Config) -> None:
     shape = read_shape(cfg.checkpoint)
     check_exportable(shape, cfg.format)
     tokenizer = tokenizer_of_export(shape, cfg.format)
-    check_free(folder, (*FILES[cfg.format], *tokenizer[0]))
+    check_free(folder, (*FILES[cfg.format], *tokenizer.files))
     source = read_pretrained(cfg.checkpoint)
     files = export(source, cfg.format, folder, tokenizer)
     millions = sum(weight.numel() for weight in source.weights.values()) / 1e6
