@@ -92,6 +92,7 @@ def begin(job: Job, resume_from: Path | None, ended: dict | None) -> tuple[Check
     if t.checkpoint_every and not ended:
         checkpoints.allocate_host_copies(job.step.optimizer.state_shapes())
     if ranks.is_main:
+        run.add_files(job.dataset.tokenizer.files)  # its checkpoints then need no other folder
         print(console.header(run.row, *cost.describe(job.recipe.model, t.block_size), job.dataset.summary, run.folder))
     return checkpoints, Meter(device, t.tokens_per_step, job.ceiling, ranks, saved["step"], saved["elapsed"])
 

@@ -53,8 +53,6 @@ def prepare_job(
 ) -> Job:
     """Open the data, take the reference's first steps, and build the model and the optimizer."""
     dataset = ranks.run_on_rank0_first(lambda: data.open_dataset(sources))
-    if ranks.is_main:
-        run.add_files(dataset.tokenizer.files)  # its checkpoints then need no other folder
     recipe.model.check_vocabulary(sources.tokenizer, dataset.tokenizer.n_vocab)
     windows, held_out = loader.open_splits(dataset, t.block_size, recipe.documents, t.eval_every > 0)
     batches = loader.Loader(

@@ -76,11 +76,19 @@ def test_a_model_and_its_tokenizer_go_through_the_commands(run, name):
     text = json.loads(Path("text2/samples.jsonl").read_text().splitlines()[0])["text"]
     assert text == TokenizerJson(Path("exported")).decode(ids[0, prompt.shape[1] :].tolist())
 
+    # a refused resume leaves the copy as it is
+    write_tokenizer(Path("other"), "qwen3", settings={"eos_token": "<|begin|>"})
+    before = TokenizerJson(Path("mine")).files
+    asked = [word for word in arguments if not word.startswith("data.tokenizer")]
+    code, _, err = run(train.main, *asked, "data.tokenizer=other", "train.max_steps=3", "train.resume=auto")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "is of another run: data.tokenizer=" in err
+    assert {name: Path("mine", name).read_bytes() for name in before} == before
+
     # a resumed run finds its tokenizer in its own folder
     code, _, err = run(train.main, *arguments, "train.max_steps=3", "train.resume=auto")
     assert (code, err.count("\n")) == (1, 1)
-    resumed = [word for word in arguments if not word.startswith("data.tokenizer")]
-    code, _, err = run(train.main, *resumed, "data.tokenizer=mine", "train.max_steps=3", "train.resume=auto")
+    code, _, err = run(train.main, *asked, "data.tokenizer=mine", "train.max_steps=3", "train.resume=auto")
     assert (code, err) == (0, "")
 
 
