@@ -34,11 +34,11 @@ GUESS_TOKENS = 1 << 16  # enough to guess the dtype of a file
 class Shard:
     """One verified file. `tokens` is a read-only memory map, (n,). `facts` is the shard's entry for the index.
 
-    Its dtype is uint16, or uint32 if n_vocab is more than 65,536; a file of nanoGPT is always uint16. `known` is the
-    shard's entry in the index on the disk, or None. Error messages end with `remedy`. With `verify`, the tokens are
-    read even if the file's size and time are unchanged. With `is_nanogpt`, the file may lack the header, and the user
-    may replace it. Raises DataError if the file cannot be read, if it is not a shard, if the SHA-256 of its tokens is
-    not the known one, or if it holds an id of n_vocab or more.
+    Its dtype is uint16, or uint32 if n_vocab is more than 65,536. The header of a file of nanoGPT decides its dtype;
+    without a header it is uint16. `known` is the shard's entry in the index on the disk, or None. Error messages end
+    with `remedy`. With `verify`, the tokens are read even if the file's size and time are unchanged. With `is_nanogpt`,
+    the file may lack the header, and the user may replace it. Raises DataError if the file cannot be read, if it is not
+    a shard, if the SHA-256 of its tokens is not the known one, or if it holds an id of n_vocab or more.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Shard:
         is_nanogpt: bool = False,
     ):
         self.path, self.n_vocab, self.remedy = path, n_vocab, remedy
-        self.dtype = np.uint16 if is_nanogpt else id_dtype(n_vocab)
+        self.dtype, header_bytes = id_dtype(n_vocab), HEADER_BYTES
         try:
             with open_regular(path) as file:
                 size, mtime, _ = self.opened_stamp = stamp(os.fstat(file.fileno()))
                 header = file.read(HEADER_BYTES)
-                has_header = header[:4] == FORMATS[self.dtype][0].to_bytes(4, "little")
-                header_bytes = HEADER_BYTES if has_header or not is_nanogpt else 0
+                if is_nanogpt:
+                    self.dtype, header_bytes = self._nanogpt_format(header)
                 count = self._token_count(header, header_bytes)
                 self.tokens = np.memmap(file, self.dtype, "r", offset=header_bytes, shape=(count,))
                 if not header_bytes and has_wider_ids(self.tokens):
@@ -96,6 +96,15 @@ class Shard:
             raise self._change_error(error.strerror) from None
         if current_stamp != self.opened_stamp:
             raise self._change_error("rewritten")
+
+    def _nanogpt_format(self, header: bytes) -> tuple[type, int]:
+        """Return the dtype of a file of nanoGPT and the size of its header: llm.c's, or 0. Raises DataError."""
+        for dtype, (magic, _) in FORMATS.items():
+            if header[:4] == magic.to_bytes(4, "little"):
+                return dtype, HEADER_BYTES
+        if self.n_vocab > 2**16:
+            raise self._damage_error(f"without a header its ids are uint16, but the tokenizer has {self.n_vocab} ids")
+        return np.uint16, 0
 
     def _token_count(self, header: bytes, header_bytes: int) -> int:
         """Return the number of tokens by the header, or by the size. Raises DataError if the header is wrong."""
@@ -199,6 +208,8 @@ def open_nanogpt_shards(
     known, shards = read_if_valid(index), []
     for path in (folder / "train.bin", folder / "val.bin"):
         remedy = "write it again, as uint16, as nanoGPT's prepare.py does"
+        if n_vocab > 2**16:
+            remedy = "write it again, as uint32 after llm.c's header for Llama 3 (magic 20240801, version 7)"
         shards.append(Shard(path, n_vocab, known.get(path.name), remedy, verify, is_nanogpt=True))
     update_index(index, known, shards)
     return [shards[0]], [shards[1]]

@@ -284,9 +284,9 @@ def test_a_damaged_nanogpt_file_is_an_error(tmp_path, damage_file, message):
         open_nanogpt_shards(tmp_path, 100, tmp_path / "cache")
 
 
-def llmc_header(magic, count):
+def llmc_header(magic, count, version=1):
     """Return the header of llm.c and modded-nanogpt."""
-    return np.array([magic, 1, count, *[0] * 253], np.int32).tobytes()
+    return np.array([magic, version, count, *[0] * 253], np.int32).tobytes()
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64])
@@ -332,3 +332,24 @@ def test_a_nanogpt_file_with_the_header_of_llmc_is_read_by_it(tmp_path):
     )
     assert llmc[0].tokens.tolist() == list(range(7))
     assert digest(llmc) == digest(plain)
+
+
+@pytest.mark.parametrize("n_vocab", [128_256, 100])
+def test_the_header_of_llmc_for_llama3_says_that_the_ids_are_uint32(tmp_path, n_vocab):
+    ids = np.array([1, 2, n_vocab - 1], np.uint32)
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.bin").write_bytes(llmc_header(20240801, 3, version=7) + ids.tobytes())
+    [train], _ = open_nanogpt_shards(tmp_path, n_vocab, tmp_path / "cache")
+    assert (train.tokens.dtype, train.tokens.tolist()) == (np.uint32, ids.tolist())
+
+
+def test_a_nanogpt_file_of_a_large_vocabulary_needs_a_header(tmp_path):
+    """Ids of 65,536 and more would be read as two ids each. uint16 with llm.c's header is sure, so it is read."""
+    for name in ("train", "val"):
+        np.array([1, 2, 128_255] * 9, np.uint32).tofile(tmp_path / f"{name}.bin")
+    message = "without a header its ids are uint16, but the tokenizer has 128256 ids; write it again, as uint32 after"
+    with pytest.raises(DataError, match=message):
+        open_nanogpt_shards(tmp_path, 128_256, tmp_path / "cache")
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.bin").write_bytes(llmc_header(20240520, 7) + IDS.tobytes())
+    assert open_nanogpt_shards(tmp_path, 128_256, tmp_path / "cache")[0][0].tokens.tolist() == IDS.tolist()
