@@ -1,8 +1,8 @@
 """Tokenizers of other models, as transformers stores them: tokenizer.json and the files beside it.
 
 Only byte-level BPE is read, as GPT-2, Llama 3, SmolLM2 and Qwen have it: each id stands for bytes of UTF-8, so text can
-be streamed and counted. SentencePiece's tokenizers (Llama 2, Mistral) are refused: their spaces depend on the place in
-the text, so a long text could not be cut (split_into_pieces).
+be streamed and counted. SentencePiece's tokenizers (Llama 2, Mistral) are refused: they encode a space differently
+at the start of a text, so a long text could not be cut (split_into_pieces).
 """
 
 import hashlib
@@ -17,11 +17,12 @@ from common.files import read_bytes
 from common.terminal import one_line
 from data.errors import DataError
 from data.hub import HUB_NAME, snapshot
+from data.shards import stamp
 from data.tokenizer import TOKENIZERS, Tokenizer, byte_characters
 
-TOKENIZER, SETTINGS, GENERATION, MODEL = FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"),
-)
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+GENERATION, MODEL = "generation_config.json", "config.json"
+FILES = TOKENIZER, SETTINGS, GENERATION, MODEL
 MOST_BYTES = 2**28  # Gemma's tokenizer.json, with 262,144 ids, has 33 MB
 PROBES = ("a", "Z", "é", "世", "1", ".", "'s", "#", "\U0001f642", "\u0301")  # one of each kind of character
 
@@ -41,7 +42,7 @@ def open_tokenizer(name: str, key: str = "tokenizer") -> Tokenizer:
                 f"{key}={name}: there is no such folder; a run that trained with it has a copy: pass {key}=out/RUN"
             )
         folder = snapshot(name, FILES, lambda found: (found / TOKENIZER).exists(), f"a folder with {TOKENIZER}")
-    return TokenizerJson(folder)
+    return open_folder(folder)
 
 
 def check_name(name: str, key: str = "tokenizer") -> None:
@@ -95,7 +96,7 @@ class TokenizerJson(Tokenizer):
             raise DataError(f"{path} cannot be read: {one_line(error)}") from None
         self.encoding.no_truncation()
         self.encoding.no_padding()
-        if problem := why_not_byte_level(facts) or why_not_cut(self.encoding):
+        if problem := why_not_byte_level(facts) or why_not_split(self.encoding):
             raise DataError(f"{path}: {problem}, and only byte-level BPE is read, as of GPT-2, Llama 3 and Qwen")
         self.n_vocab = max(self.encoding.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.settings = read_object(folder / SETTINGS)
@@ -135,9 +136,12 @@ class TokenizerJson(Tokenizer):
     def files(self) -> dict[str, bytes]:
         """The files of a folder with this tokenizer, which transformers' AutoTokenizer reads, too."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
-        settings.setdefault("eos_token", self.encoding.id_to_token(self.eot))
+        if settings.get("eos_token") is None:
+            settings["eos_token"] = self.encoding.id_to_token(self.eot)
         files = {TOKENIZER: self.content, SETTINGS: to_json(settings)}
-        return files | ({GENERATION: to_json({"eos_token_id": list(self.stops)})} if len(self.stops) > 1 else {})
+        if len(self.stops) > 1:
+            files[GENERATION] = to_json({"eos_token_id": list(self.stops)})
+        return files
 
     def _stops(self) -> tuple[int, ...]:
         """Return the ids of the ends of text. Raises DataError if there is none, or if one is wrong."""
@@ -152,6 +156,24 @@ class TokenizerJson(Tokenizer):
             what = "names an end of text that is none of its ids" if stops else "names no end of text"
             raise DataError(f"{self.folder / TOKENIZER} {what}: correct eos_token in its {SETTINGS}")
         return tuple(stops)
+
+
+def open_folder(folder: Path) -> TokenizerJson:
+    """Return the tokenizer of a folder. It is read again only if a file changed: 150,000 ids take 1.3 s."""
+    return read_folder(folder, tuple(file_stamp(folder / name) for name in FILES))
+
+
+@lru_cache(maxsize=2)
+def read_folder(folder: Path, stamps: tuple) -> TokenizerJson:
+    return TokenizerJson(folder)
+
+
+def file_stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return a file's stamp; None if it has none, so that reading it says why."""
+    try:
+        return stamp(path.stat())
+    except OSError:
+        return None
 
 
 @lru_cache(maxsize=1)  # a worker gets the tokenizer with every chunk of text
@@ -181,7 +203,7 @@ def why_not_byte_level(facts: dict) -> str | None:
     return f"it changes the text ({normalizer[0]})" if set(normalizer) - {"NFC"} else None
 
 
-def why_not_cut(encoding: Any) -> str | None:
+def why_not_split(encoding: Any) -> str | None:
     """Return why the ids of a long text are not those of its pieces (split_into_pieces); None if they are."""
     for before in PROBES:
         for after in PROBES:

@@ -109,6 +109,9 @@ def test_the_name_is_of_the_content(tmp_path):
         ({"eos_token": "<|im_end|>"}, {"eos_token_id": [1, 0]}, {"eos_token_id": 1}, (1, 0)),
         ({}, {"eos_token_id": [1, 0]}, None, (1, 0)),
         ({}, None, {"eos_token_id": 2}, (2,)),
+        ({"eos_token": None}, None, {"eos_token_id": 2}, (2,)),
+        ({"eos_token": None}, {"eos_token_id": 1}, None, (1,)),
+        ({"eos_token": {"content": "<|im_end|>"}}, None, None, (1,)),
     ],
 )
 def test_ends_of_text(tmp_path, settings, generation, model, stops):
@@ -125,7 +128,19 @@ def test_ends_of_text(tmp_path, settings, generation, model, stops):
     (tmp_path / "copy").mkdir()
     for name, content in tokenizer.files.items():
         (tmp_path / "copy" / name).write_bytes(content)
-    assert TokenizerJson(tmp_path / "copy").stops == stops
+    copy = TokenizerJson(tmp_path / "copy")
+    assert (copy.stops, copy.name) == (stops, tokenizer.name)
+
+
+def test_a_folder_is_read_once_until_a_file_changes(tmp_path):
+    folder = write_tokenizer(tmp_path / "a")
+    first = open_tokenizer(str(folder))
+    assert open_tokenizer(str(folder)) is first
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    assert open_tokenizer(str(folder)).stops == (0, 1)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"a has no tokenizer.json"):
+        open_tokenizer(str(folder))
 
 
 def wide(facts):
