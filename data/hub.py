@@ -143,6 +143,11 @@ def snapshot(name: str, patterns: Sequence[str], is_complete: Callable[[Path], b
         raise DataError(f"{missing} {reason}: fetch it once with a network, or name {instead}")
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+    except errors.GatedRepoError as error:  # before its base class, RepositoryNotFoundError
+        raise DataError(
+            f"{name} is gated: accept its licence on {constants.ENDPOINT}/{name}, then log in with `hf auth login` or "
+            "set HF_TOKEN"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         status = error.response.status_code
         raise DataError(f"{missing} {constants.ENDPOINT} answers {status}: check the name") from error

@@ -28,6 +28,8 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.asked.append(f"{self.command} {self.path}")
         commit, folder = self.server.commit, self.server.folder
+        if self.server.gated:
+            return self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
         if "openai-community/gpt2/" not in self.path:
             return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if "/tree/" in self.path:
@@ -82,6 +84,7 @@ def server(hub, folder, monkeypatch):
     """Start a hub that has the model in `folder`, and set its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.folder, server.asked, server.commit = folder, [], "0" * 40
+    server.gated = False
     monkeypatch.setattr("data.hub.HUB_SECONDS", 60)  # the test does not depend on the machine's speed
     threading.Thread(target=server.serve_forever, daemon=True).start()
     hub(f"http://127.0.0.1:{server.server_port}")
@@ -107,6 +110,17 @@ def test_a_model_on_the_hub(hub, folder, server):
     server.shutdown()
     hub(None)
     assert equal(read_pretrained("openai-community/gpt2").weights, dict(gpt().state_dict()))
+
+
+def test_a_gated_model_needs_a_licence(server):
+    """huggingface_hub's error for it is also a RepositoryNotFoundError, but its name is right."""
+    server.gated = True
+    message = (
+        r"^meta-llama/Llama-3.2-1B is gated: accept its licence on http://127.0.0.1:\d+/meta-llama/Llama-3.2-1B, then"
+    )
+    with pytest.raises(UserError, match=message) as error:
+        read_shape("meta-llama/Llama-3.2-1B")
+    assert "\n" not in str(error.value)
 
 
 def test_a_newer_revision_in_the_cache_makes_a_new_reference_of_parity(server, folder):
