@@ -83,7 +83,8 @@ def main(cfg: Config) -> None:
         with explain_out_of_memory(recipe.name, "max_new_tokens, or choose precision=bf16"):
             answer_prompts(recipe, cfg.max_new_tokens, device, cfg.raw)
         return
-    given = prompts.make_prompts(cfg.prompt, cfg.prompts, cfg.prompt_tokens, recipe.source, recipe.tokenizer, cfg.seed)
+    options = recipe.source, recipe.sampling.n_vocab, recipe.tokenizer, cfg.seed
+    given = prompts.make_prompts(cfg.prompt, cfg.prompts, cfg.prompt_tokens, *options)
     # the row then has the number instead of null
     cfg.max_new_tokens = prompts.fit_new_tokens(given, cfg.max_new_tokens, recipe.source)
     if cfg.proof:  # the proof needs a second token, even if the run has only one

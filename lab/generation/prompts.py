@@ -138,22 +138,34 @@ def encode_prompt(text: str, tokenizer: Tokenizer, where: str = "the prompt") ->
     return Prompt(text, tokenizer.encode_prompt(text).tolist() or [tokenizer.eot], where)
 
 
-def random_prompt(length: int, tokenizer: Tokenizer, seed: int) -> Prompt:
-    """Return a prompt of `length` random ids. Its text is only a label; it does not decode the ids."""
-    generator = torch.Generator().manual_seed(seed)
-    # without eot where it is the last id. SmolLM2's is the first
-    count = tokenizer.eot if tokenizer.eot == tokenizer.n_vocab - 1 else tokenizer.n_vocab
-    ids = torch.randint(count, (length,), generator=generator).tolist()
-    return Prompt(f"({length:,} random tokens)", ids)
+def random_prompt(length: int, n_vocab: int, tokenizer: Tokenizer, seed: int) -> Prompt:
+    """Return a prompt of `length` random ids below n_vocab, without the tokenizer's ends of text.
+
+    Its text is only a label; it does not decode the ids.
+    """
+    stops, generator = sorted(tokenizer.stops), torch.Generator().manual_seed(seed)
+    ids = torch.randint(n_vocab - len(stops), (length,), generator=generator)
+    for stop in stops:  # in this order, each moves the ids from it on past it
+        ids += ids >= stop
+    return Prompt(f"({length:,} random tokens)", ids.tolist())
 
 
 def make_prompts(
-    text: str | None, file: str | None, length: int | None, source: Pretrained, tokenizer: Tokenizer, seed: int
+    text: str | None,
+    file: str | None,
+    length: int | None,
+    source: Pretrained,
+    n_vocab: int,
+    tokenizer: Tokenizer,
+    seed: int,
 ) -> list[Prompt]:
-    """Return the prompts of a file, a prompt of `length` random ids, or the prompt `text`. Raises UserError."""
+    """Return the prompts of a file, a prompt of `length` random ids, or the prompt `text`. Raises UserError.
+
+    The random ids are those that the model may draw, below n_vocab.
+    """
     if length is not None:
         check_room(length, "the prompt", source)  # before the draw, because 2^31 ids would fill the memory
-        return [random_prompt(length, tokenizer, seed)]
+        return [random_prompt(length, n_vocab, tokenizer, seed)]
     if file is not None:
         return read_prompts(file, tokenizer)
     return [encode_prompt(text or "", tokenizer)]
