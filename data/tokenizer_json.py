@@ -86,7 +86,8 @@ class TokenizerJson(Tokenizer):
         try:
             self.content = read_bytes(path, MOST_BYTES)
         except FileNotFoundError:
-            raise DataError(f"{folder} has no {TOKENIZER}") from None
+            known = " or ".join(TOKENIZERS)
+            raise DataError(f"{folder} has no {TOKENIZER}: name a folder that has one, or {known}") from None
         except OSError as error:
             raise DataError(f"{path} cannot be read: {one_line(error)}") from None
         try:

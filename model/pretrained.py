@@ -24,7 +24,7 @@ from model.checks import check_tensors, tensor_shapes
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.sources import TRAINING, Pretrained, open_source
-from model.vocabulary import take_vocabulary
+from model.vocabulary import guess_tokenizer, take_vocabulary
 from runtime import checkpoint
 from runtime.config import UserError, check, command_line_values, value_text
 from runtime.resume import checkpoint_model_config
@@ -103,7 +103,7 @@ def take_model_config(cfg: DictConfig) -> None:
     source = read_shape(name)
     cfg.model.update(fit_config(source, asked))
     try:
-        is_same = source.tokenizer is None or same_tokenizer(source.tokenizer, cfg.data.tokenizer)
+        is_same = source.tokenizer is None or is_tokenizer_of(source, cfg.data.tokenizer)
     except DataError as error:
         raise UserError(str(error)) from error
     check(
@@ -111,6 +111,22 @@ def take_model_config(cfg: DictConfig) -> None:
         f"init_from={name} has the vocabulary of the tokenizer {source.tokenizer}, and data.tokenizer is "
         f"{cfg.data.tokenizer}: pass data.tokenizer={source.tokenizer}",
     )
+
+
+def is_tokenizer_of(source: Pretrained, name: str) -> bool:
+    """Return whether a source has the tokenizer `name`. Raises DataError if that one cannot be read.
+
+    A repository on the hub may have no tokenizer.json, as our export of a Llama with gpt2 has none: the size decides.
+    """
+    if same_tokenizer(source.tokenizer, name):
+        return True
+    if source.tokenizer != source.name or name != guess_tokenizer(source.model["vocab_size"]):
+        return False
+    try:
+        open_tokenizer(source.tokenizer)
+    except DataError:
+        return True
+    return False
 
 
 @torch.no_grad()

@@ -243,7 +243,7 @@ def test_names_of_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "empty").mkdir()
     for name, message in (
-        (str(tmp_path / "empty"), r"empty has no tokenizer.json"),
+        (str(tmp_path / "empty"), r"empty has no tokenizer.json: name a folder that has one, or bytes or gpt2"),
         (
             str(tmp_path / "gone"),
             r"data.tokenizer=.*gone: there is no such folder; a run that trained with it has",

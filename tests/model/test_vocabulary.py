@@ -1,6 +1,7 @@
 """model.vocab_size=null is the tokenizer's number of ids, padded to a multiple of 64, wherever a config has a model."""
 
 import json
+from dataclasses import asdict, replace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -9,9 +10,12 @@ from omegaconf import OmegaConf
 from lab.commands import CONFIGS
 from lab.generation.recipe import take_random_model
 from model.pretrained import take_model_config
+from model.sources import random_source
 from model.vocabulary import guess_tokenizer, padded
 from runtime.config import UserError
 from scripts import max_context
+from tests.data.test_tokenizer_json import write_tokenizer
+from tests.model.test_today import LLAMA
 
 SIZES = {"bytes": 320, "gpt2": 50304}
 
@@ -58,6 +62,24 @@ def test_the_vocabulary_is_the_sources_with_init_from(monkeypatch, tmp_path):
     monkeypatch.setattr("model.pretrained.command_line_values", lambda *_: OmegaConf.load(CONFIGS / "model/tiny.yaml"))
     take_model_config(cfg)
     assert cfg.model.vocab_size == 50257
+
+
+def test_a_model_on_the_hub_without_a_tokenizer_has_that_of_its_size(monkeypatch, tmp_path):
+    """Our export of a Llama has no tokenizer.json. If the hub's model has one, no other tokenizer is taken."""
+    llama = random_source(asdict(replace(LLAMA, vocab_size=320)))
+    source = llama._replace(tokenizer="owner/name", name="owner/name")
+    monkeypatch.setattr("model.pretrained.read_shape", lambda name: source)
+    monkeypatch.setattr("data.tokenizer_json.snapshot", lambda *_: tmp_path)
+    cfg = composed("config", "init_from=owner/name", "data.tokenizer=bytes")
+    monkeypatch.setattr("model.pretrained.command_line_values", lambda *_: {})
+    take_model_config(cfg)
+    assert cfg.model.vocab_size == 320
+    refused = r"^init_from=owner/name has the vocabulary of the tokenizer owner/name, and data.tokenizer is "
+    with pytest.raises(UserError, match=refused + "gpt2"):
+        take_model_config(composed("config", "init_from=owner/name", "data.tokenizer=gpt2"))
+    write_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=refused + "bytes"):
+        take_model_config(cfg)
 
 
 def test_an_unknown_tokenizer_is_refused():
