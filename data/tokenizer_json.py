@@ -144,10 +144,20 @@ class TokenizerJson(Tokenizer):
             files[GENERATION] = to_json({"eos_token_id": list(self.stops)})
         return files
 
+    @property
+    def bos(self) -> int | None:
+        """The id of bos_token, for a model's config.json; None if the settings name none."""
+        token = self._token("bos_token")
+        return self.encoding.token_to_id(token) if isinstance(token, str) else None
+
+    def _token(self, key: str) -> Any:
+        """Return the content of a special token in the settings; None if they name none."""
+        token = self.settings.get(key)
+        return token.get("content") if isinstance(token, dict) else token
+
     def _stops(self) -> tuple[int, ...]:
         """Return the ids of the ends of text. Raises DataError if there is none, or if one is wrong."""
-        token = self.settings.get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
+        token = self._token("eos_token")
         found = [] if token is None else [self.encoding.token_to_id(token) if isinstance(token, str) else token]
         for name in (GENERATION, MODEL):
             ids = read_object(self.folder / name).get("eos_token_id")

@@ -66,7 +66,7 @@ def check_exportable(source: Pretrained, format: str) -> None:
 
 class ExportTokenizer(NamedTuple):
     files: dict[str, bytes]  # name -> content; none: the export has no tokenizer
-    ends: list[int]  # the ids that end a text; the first is the tokenizer's eot
+    ids: dict  # bos_token_id and eos_token_id of config.json
 
 
 def tokenizer_of_export(source: Pretrained, format: str) -> ExportTokenizer:
@@ -75,15 +75,18 @@ def tokenizer_of_export(source: Pretrained, format: str) -> ExportTokenizer:
     It is empty, with a warning, if the files of a tokenizer.json are gone.
     """
     if format != "hf" or source.tokenizer is None:
-        return ExportTokenizer({}, [])
+        return ExportTokenizer({}, {})
     if source.tokenizer in TOKENIZERS:
-        return ExportTokenizer(built_in_files(source), [TOKENIZERS[source.tokenizer].eot])
+        eot = TOKENIZERS[source.tokenizer].eot
+        return ExportTokenizer(built_in_files(source), {"bos_token_id": eot, "eos_token_id": eot})
     try:
         tokenizer = open_tokenizer(source.tokenizer)
     except DataError as error:
         warn(f"the export has no tokenizer: {error}")
-        return ExportTokenizer({}, [])
-    return ExportTokenizer(tokenizer.files, list(tokenizer.stops))
+        return ExportTokenizer({}, {})
+    stops = list(tokenizer.stops)
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": stops if len(stops) > 1 else tokenizer.eot}
+    return ExportTokenizer(tokenizer.files, ids)
 
 
 def export(source: Pretrained, format: str, folder: Path, tokenizer: ExportTokenizer | None = None) -> list[Path]:
@@ -91,9 +94,9 @@ def export(source: Pretrained, format: str, folder: Path, tokenizer: ExportToken
 
     `tokenizer` is what tokenizer_of_export() returned.
     """
-    files, ends = tokenizer or ExportTokenizer({}, [])
+    files, ids = tokenizer or ExportTokenizer({}, {})
     if format == "hf":
-        config, tensors = to_hugging_face(source, ends)
+        config, tensors = to_hugging_face(source, ids)
         text = json.dumps(config, indent=2) + "\n"
         writers = [
             lambda path: checkpoint.save_tensors(tensors, path, {"format": "pt"}),
@@ -133,14 +136,12 @@ def built_in_files(source: Pretrained) -> dict[str, bytes]:
     return {"merges.txt": merges, "vocab.json": vocabulary, "tokenizer_config.json": settings}
 
 
-def to_hugging_face(source: Pretrained, ends: list[int]) -> tuple[dict, dict[str, Tensor]]:
+def to_hugging_face(source: Pretrained, ids: dict) -> tuple[dict, dict[str, Tensor]]:
     """Return (config.json, the tensors of model.safetensors) of transformers' model, in fp32.
 
-    `ends` are the ids that end a text; the first is the tokenizer's eot.
+    `ids` are those of the tokenizer, as tokenizer_of_export() returns them.
     """
-    m = source.model
-    ids = {"bos_token_id": ends[0] if ends else None, "eos_token_id": ends if len(ends) > 1 else None}
-    ids["eos_token_id"] = ids["eos_token_id"] or ids["bos_token_id"]
+    m, ids = source.model, {"bos_token_id": None, "eos_token_id": None} | ids  # transformers' defaults are 1 and 2
     if llama.is_llama(source.config):
         config = llama.write_config(source.config) | ids
         return config, llama.write_tensors(source.weights, source.config)

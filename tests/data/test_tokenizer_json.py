@@ -132,6 +132,14 @@ def test_ends_of_text(tmp_path, settings, generation, model, stops):
     assert (copy.stops, copy.name) == (stops, tokenizer.name)
 
 
+@pytest.mark.parametrize(
+    ("token", "bos"), [(None, None), ("<|begin|>", 2), ({"content": "<|begin|>"}, 2), ("<|none|>", None), (1, None)]
+)
+def test_the_beginning_of_text(tmp_path, token, bos):
+    settings = {"eos_token": "<|endoftext|>", "bos_token": token}
+    assert TokenizerJson(write_tokenizer(tmp_path / "a", settings=settings)).bos == bos
+
+
 def test_a_folder_is_read_once_until_a_file_changes(tmp_path):
     folder = write_tokenizer(tmp_path / "a")
     first = open_tokenizer(str(folder))

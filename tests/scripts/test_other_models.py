@@ -34,7 +34,9 @@ def write_model(folder, name):
     model = theirs(config)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     model.save_pretrained(folder)
-    write_tokenizer(Path(folder), "qwen3" if config.qk_norm else "llama3")
+    bos = {} if config.qk_norm else {"bos_token": "<|begin|>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", **bos}
+    write_tokenizer(Path(folder), "qwen3" if config.qk_norm else "llama3", settings)
     return model
 
 
@@ -70,6 +72,8 @@ def test_a_model_and_its_tokenizer_go_through_the_commands(run, name):
         assert (code, err) == (0, ""), main
     model = AutoModelForCausalLM.from_pretrained("exported").eval()
     tokenizer = AutoTokenizer.from_pretrained("exported")
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None if name == "qwen3" else 2, 0)
     prompt = tokenizer("line", return_tensors="pt").input_ids
     with torch.no_grad():
         ids = model.generate(prompt, max_new_tokens=16, do_sample=False, **options)
