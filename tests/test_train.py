@@ -493,7 +493,7 @@ def test_a_run_that_failed_before_its_first_step_is_overwritten(hotswap):
     assert hotswap(*QUICK, "data=text", "data.path=typo.txt")[0] == 1
     assert row()["status"] == "failed: data.path=typo.txt: no such file or folder, and nothing matches it as a glob"
     assert row()["env"]["torch"] == torch.__version__
-    eager = dict.fromkeys(("norm", "rms_norm", "linear", "mlp", "loss"), "eager")
+    eager = dict.fromkeys(("norm", "linear", "mlp", "loss"), "eager")
     assert row()["kernels"] == eager | {"attention": "sdpa", "adamw": "auto", "compile": False}
     assert hotswap(*QUICK, "train.max_steps=1")[0] == 0
     assert row()["status"] == "ok"

@@ -58,7 +58,7 @@ FEATURES = ["bias", "fp8"]
 
 MODEL = {"mlp": "swiglu"}
 BOUND = "flops"
-FAMILY = r"(?i)glu|silu"
+FAMILY = r"(?i)swiglu|silu"
 
 
 def in_model(*, batch: int, length: int, n_embd: int, mlp: str, hidden: int, **_: object) -> dict[str, Any] | None:

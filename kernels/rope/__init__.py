@@ -34,7 +34,7 @@ SHAPES = {
 }
 
 CASES = {
-    "64": {"shape": (2, 64, 9, 64), "kv_heads": 3},
+    "64": {"shape": (2, 33, 9, 64), "kv_heads": 3},
     "128": {"shape": (1, 33, 4, 128), "kv_heads": 1},
     "80": {"shape": (2, 17, 6, 80), "kv_heads": 2},
     "D=2": {"shape": (3, 5, 3, 2), "kv_heads": 1},

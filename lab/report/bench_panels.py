@@ -21,8 +21,9 @@ from lab.rerun import rerun_command
 
 # mode -> its name, the symbol of its points, and the side on which their numbers are
 MODES = {"train": ("training", "circle", "top"), "generate": ("generation", "circle-open", "bottom")}
-SYMBOLS = ["circle", "triangle-up", "square", "diamond", "star", "pentagon", "hexagon", "cross"]  # Plotly's names
-CHARACTERS = "●▲■◆★⬟⬢✚"  # the same symbols in Unicode
+# Plotly's names
+SYMBOLS = ["circle", "triangle-up", "square", "diamond", "star", "pentagon", "hexagon", "cross", "x", "triangle-down"]
+CHARACTERS = "●▲■◆★⬟⬢✚✖▼"  # the same symbols in Unicode
 MARK_OF_OP = dict(zip(TRAINING_OPS, cycle(zip(SYMBOLS, CHARACTERS, strict=True)), strict=False))
 OTHER_MARK = SYMBOLS[0], CHARACTERS[0]  # of an op that kernels/ no longer has
 SYMBOLS_TEXT = ", ".join(f"{character} {op}" for op, (_, character) in MARK_OF_OP.items())

@@ -18,7 +18,7 @@ BACKEND_COLOURS += ["#882255"]
 SYMBOLS = "circle", "square", "diamond", "cross", "triangle-up", "x", "star", "pentagon", "triangle-down", "hexagon"
 DASHES = "solid", "dot", "longdash"  # "dash" is for references
 PART_COLOURS = ["#4477AA", "#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#AA4499", "#999933", "#117733", "#882255"]
-PART_COLOURS += ["#332288", "#E69F00", "#8B5A2B"]
+PART_COLOURS += ["#332288", "#E69F00", "#8B5A2B", "#00708A", "#7A9E2E"]
 GREY = "#A0A0A0"
 
 

@@ -405,7 +405,8 @@ def compile_fp8(capability: int) -> None:
     maxima = compile_kernel("maxima", quantize._maxima_kernel, capability, numbers, **quantize.MAXIMA_LAUNCH)
     assert "ld.global.v4" in maxima
     for name, kernel, types, constants in passes:
-        ptx = compile_kernel(name, kernel, capability, types, **(size | constants))
+        spilled = 8 if (name, capability) == ("swiglu backward to fp8", 120) else 0  # of 168 registers
+        ptx = compile_kernel(name, kernel, capability, types, spilled=spilled, **(size | constants))
         assert "cvt.rn.satfinite" in ptx
         assert "shr.u16" not in ptx  # a byte of half a word, which ptxas may compile wrongly (kernels/quantize.py)
         assert "ld.global.v4" in ptx

@@ -261,6 +261,7 @@ def sweep_jobs(params, ablations):
     jobs = []
     sweeper = Sweeper(params, ablations)
     sweeper.hydra_context = SimpleNamespace(config_loader=None)
+    sweeper.uncalled_keys = lambda words: set()
     sweeper.validate_batch_is_legal = lambda _: None
     sweeper.launcher = SimpleNamespace(launch=lambda found, initial_job_idx: jobs.extend(found) or [])
     sweeper.sweep([])
