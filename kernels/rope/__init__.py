@@ -201,8 +201,9 @@ def cost(
     B, T, heads, D = shape
     elements, turned = B * T * heads * D, B * T * (heads - kv_heads) * D
     table = 4 * T * D * (B if per_sequence else 1)
-    forward = 2 * elements * dtype.itemsize + table
-    backward = forward + (turned * dtype.itemsize if qk_norm else 0)
+    weights = 2 * D * dtype.itemsize if qk_norm else 0
+    forward = 2 * elements * dtype.itemsize + table + weights
+    backward = forward + (turned * dtype.itemsize + weights if qk_norm else 0)
     return {
         "forward": ((3 + 4 * qk_norm) * turned, forward),
         "backward": ((3 + 9 * qk_norm) * turned, backward),
