@@ -261,7 +261,8 @@ def test_attn_version_pins_a_version(stand_in, capability, monkeypatch):
     plain = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False)
     assert label(plain, AttnConfig("flash", "fa4"), OPS) == "eager-flash.fa4"
     stand_in("torch")
-    function = resolve(plain, AttnConfig("flash", "torch"), GPU, ["lengths", "window", "starts"]).attention
+    needs = {"attention": ["lengths", "window", "starts"]}
+    function = resolve(plain, AttnConfig("flash", "torch"), GPU, needs).attention
     monkeypatch.setattr(flash, "choose_version", lambda version, q: version)
     q = torch.randn(1, 5, 2, 8, dtype=torch.float64)
     torch.testing.assert_close(torch.compile(function, fullgraph=True)(q, q, q), contract.reference(q, q, q))
