@@ -570,7 +570,7 @@ def test_impossible_settings_of_several_processes(monkeypatch):
         "LOCAL_WORLD_SIZE": "3",
     }.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(UserError, match=r"train.block_size 128 x 3 processes = 768 tokens: try 768, or a smaller train.block_size$"):
+    with pytest.raises(UserError, match=r"128 x 3 processes = 768 tokens: try 768, or a smaller train.block_size$"):
         config(*BASE)
     with pytest.raises(UserError, match=r"parallel=context divides model.n_head=4 among 3 processes: choose a mul"):
         config(*BASE, "parallel=context")
