@@ -19,6 +19,8 @@ and it may define
 
     TENSORS, ANY_STRIDES    {argument: the names of its dimensions}, and the tensors that need not be contiguous: load()
                         then checks each call (arguments.py)
+    OPTIONAL            the arguments that the function of a backend may lack. load() raises Unavailable if it lacks one
+                        of the arguments that a model needs
     conflict(...)       None, or in one line, why sizes that TENSORS allows do not fit together
     in_model(...)       keyword arguments of inputs() for the call that a model of these sizes makes; None if it does
                         not call the op. Without in_model(), no model calls it

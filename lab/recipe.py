@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from kernels.registry import TRAINING_OPS, AttnConfig, KernelsConfig, impl_by_op, label
+from kernels.registry import TRAINING_OPS, AttnConfig, KernelsConfig, impl_by_op
 from lab.bench.new_backends import check_new_backends
 from model.config import PRECISIONS, GPTConfig
-from model.executed import call_shapes, called_ops, executed_kernels, slower_kernels
+from model.executed import call_shapes, called_ops, executed_kernels, kernels_label, slower_kernels
 from model.generate_config import GenerateConfig
 from model.gpt import GPT
 from model.optim import OptimConfig, Optimizer
@@ -55,8 +55,7 @@ class Recipe:
     @property
     def label(self) -> str:
         """A short name of the kernels, the precision and the optimizer: `triton-gluon-bf16`, `eager-sdpa-fp32-muon`."""
-        choice = label(self.kernels, self.attn, called_ops(self.model))
-        return f"{choice}-{self.precision}{self.optim.suffix}"
+        return f"{kernels_label(self.model, self.kernels, self.attn)}-{self.precision}{self.optim.suffix}"
 
     @property
     def chosen_kernels(self) -> dict[str, str | bool]:

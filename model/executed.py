@@ -9,7 +9,7 @@ from common.terminal import warn
 from kernels import fastest
 from kernels.compat import FakeTensorMode
 from kernels.names import KernelError, config_key
-from kernels.registry import OPS, AttnConfig, KernelsConfig, contract, describe, impl_by_op, runs_in_fp8
+from kernels.registry import OPS, AttnConfig, KernelsConfig, contract, describe, impl_by_op, label, runs_in_fp8
 from kernels.speeds import find_slower
 from model.config import PRECISIONS, GPTConfig
 from runtime import command
@@ -61,6 +61,11 @@ def called_ops(config: GPTConfig, ops: Sequence[str] = OPS) -> list[str]:
     """
     called = call_shapes(config, KernelsConfig(), "fp32", (1, 1))
     return [op for op in ops if op in called or op not in OPS]
+
+
+def kernels_label(config: GPTConfig, kernels: KernelsConfig, attn: AttnConfig) -> str:
+    """Return registry.label() of the ops that this model calls."""
+    return label(kernels, attn, called_ops(config))
 
 
 def called_kernels(config: GPTConfig, kernels: KernelsConfig) -> KernelsConfig:

@@ -19,6 +19,7 @@ takes 1.1 TFLOP of a step there, whatever the batch.
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,13 @@ from model.optim import MOMENTS, OptimConfig, TorchAdamW
 from runtime.ranks import Ranks
 
 RMS = 0.2  # of an update of AdamW, about
+
+
+class Group(NamedTuple):
+    """The matrices of one shape."""
+
+    indices: list[int]  # of the weights
+    momentum: Tensor  # (n, R, C) fp32
 
 
 class Muon(TorchAdamW):
@@ -53,8 +61,7 @@ class Muon(TorchAdamW):
         for i, (name, weight) in enumerate(zip(self.names, self.weights, strict=True)):
             if is_block_matrix(name, weight):
                 groups.setdefault(weight.shape, []).append(i)
-        # (the indices of the matrices of one shape, their momentum (n, R, C))
-        self.groups = [(indices, self.lr.new_zeros(len(indices), *shape)) for shape, indices in groups.items()]
+        self.groups = [Group(indices, self.lr.new_zeros(len(indices), *shape)) for shape, indices in groups.items()]
 
     def adamw_masters(self) -> dict[str, Tensor]:
         return {name: master for name, master in super().adamw_masters().items() if not is_block_matrix(name, master)}
@@ -84,11 +91,11 @@ class Muon(TorchAdamW):
         return self.ranks.concatenate(self.muon(mine))[: len(matrices)]
 
     def state_names(self) -> dict[str, list[str]]:
-        names = [self.names[i] for indices, _ in self.groups for i in indices]
+        names = [self.names[i] for group in self.groups for i in group.indices]
         return super().state_names() | {key: [*self.adamw_masters()] for key in MOMENTS} | {"momentum": names}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        momentum = [tensor for _, momentum in self.groups for tensor in momentum]
+        momentum = [tensor for group in self.groups for tensor in group.momentum]
         return super().state() | {"momentum": dict(zip(self.state_names()["momentum"], momentum, strict=True))}
 
 

@@ -11,13 +11,20 @@ from tqdm import tqdm
 
 from data.errors import DataError
 from data.loader import evaluation_batches
-from kernels.registry import AttnConfig, KernelsConfig, label
+from kernels.registry import AttnConfig, KernelsConfig
 from lab import evaluation
 from lab.bench.new_backends import check_new_backends
 from lab.commands import command
 from model import cost, pretrained
 from model.config import PRECISIONS
-from model.executed import called_kernels, called_ops, executed_kernels, slower_kernels, warn_of_uncalled_ops
+from model.executed import (
+    called_kernels,
+    called_ops,
+    executed_kernels,
+    kernels_label,
+    slower_kernels,
+    warn_of_uncalled_ops,
+)
 from model.step import build
 from runtime.config import check
 from runtime.console import model_header
@@ -61,7 +68,7 @@ def main(cfg: Config) -> None:
     if cfg.precision is None:
         cfg.precision = source.run_config.get("precision", "amp")
         cfg.kernels = replace(cfg.kernels, fp8=cfg.kernels.fp8 or source.run_config.get("kernels", {}).get("fp8"))
-    choice = f"{label(cfg.kernels, cfg.attn, called_ops(config))}-{cfg.precision}"
+    choice = f"{kernels_label(config, cfg.kernels, cfg.attn)}-{cfg.precision}"
     name = f"evaluate-{cost.parameters(config) / 1e6:.0f}M-{choice}"
     text = evaluation.open_text(source, cfg.data, cfg.tokenizer, cfg.block_size, cfg.batch_size)
     documents = text.windows.eot is not None

@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from common.terminal import printable, shell_command
-from kernels.registry import AttnConfig, KernelsConfig, backend, label, missing_argument
+from kernels.registry import AttnConfig, KernelsConfig, backend, missing_argument
 from lab.commands import command
 from lab.context.attempt import MODES, WINDOW, host_tokens, memory_limits, predict, run_attempt, window_is_free
 from lab.context.prober import REFUSED, Prober, ProbeResult
@@ -26,7 +26,7 @@ from lab.report.max_context_table import max_context_table
 from lab.rows import keep_rows, read_jsonl
 from model import cost
 from model.config import PRECISIONS, GPTConfig
-from model.executed import called_ops, warn_of_uncalled_ops
+from model.executed import called_ops, kernels_label, warn_of_uncalled_ops
 from model.generate_config import GenerateConfig
 from model.optim import OptimConfig, rename_impl
 from model.parallel import check_context_divides
@@ -189,7 +189,7 @@ def main(cfg: Config) -> None:
     warn_of_uncalled_ops(called_ops(cfg.model))
     modes = choose_modes(cfg.mode, cfg.attn, cfg.kernels.decode, cfg.precision)
     config = OmegaConf.to_container(OmegaConf.structured(cfg))
-    choice = f"{label(cfg.kernels, cfg.attn, called_ops(cfg.model))}-{cfg.precision}"
+    choice = f"{kernels_label(cfg.model, cfg.kernels, cfg.attn)}-{cfg.precision}"
     name = f"max-context-{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}"
     if cfg.parallel:
         name += f"-context{world_size()}"

@@ -32,6 +32,7 @@ from torch import Tensor
 
 TENSORS = {"q": "B Tq H D", "k": "B Tk Hkv D", "v": "B Tk Hkv D", "lengths": "B", "starts": "B Tq"}
 ANY_STRIDES = ("q", "k", "v")
+OPTIONAL = ("window", "starts", "lengths")  # arguments that a backend may lack
 
 SHAPES = {
     "124m": {"shape": (32, 1024, 12, 64)},

@@ -46,6 +46,7 @@ from kernels import rope as rotary
 from kernels.cache import FP8, Cache
 from kernels.decode._cases import CASES, SHAPES  # noqa: F401
 from kernels.decode._weights import EPS, MATRICES, THETA, Layer, Model, Weights, refuse_other_shapes  # noqa: F401
+from kernels.glu import swiglu
 
 TRAINS = False  # the training step does not call it, and it has no gradients
 DEFAULT = "blocks"
@@ -106,10 +107,7 @@ def add_norm(
 
 def activate(h: Tensor, kind: str) -> Tensor:
     """Return the input (..., F) of the MLP's second matmul. h is (..., F), and with swiglu (..., 2 F)."""
-    if kind != "swiglu":
-        return mlp.ACTIVATIONS[kind](h)
-    gate, up = h.chunk(2, -1)
-    return gate * torch.sigmoid(gate) * up
+    return swiglu(h) if kind == "swiglu" else mlp.ACTIVATIONS[kind](h)
 
 
 def inputs(

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kernels.decode._pairs import split_pairs
-from kernels.mlp._activations import gelu_over_h
+from kernels.mlp._activations import activate, sigmoid
 
 
 @triton.jit
@@ -260,12 +260,6 @@ def add_bias(total, scale, bias, dtype: tl.constexpr):
 
 
 @triton.jit
-def gelu(y):
-    h = y.to(tl.float32)
-    return (h * gelu_over_h(h)).to(y.dtype)
-
-
-@triton.jit
 def store_rows(out_ptr, y, row, n, N, OUT: tl.constexpr):
     """Store y (M, BLOCK_N) in rows `row` and columns n of out (N, OUT)."""
     in_rows = (row < N)[:, None]
@@ -280,9 +274,7 @@ def store_hidden(out_ptr, y, row, n, N, OUT: tl.constexpr, ACTIVATION: tl.conste
     """
     if ACTIVATION == "swiglu":
         gate, up, unit = split_pairs(y, n)
-        store_rows(out_ptr, (gate / (1 + tl.exp(-gate)) * up).to(y.dtype), row, unit, N, OUT // 2)
-    elif ACTIVATION == "relu2":
-        h = y.to(tl.float32)
-        store_rows(out_ptr, tl.where(h < 0, 0.0, h * h).to(y.dtype), row, n, N, OUT)  # NaN stays NaN
+        store_rows(out_ptr, (gate * sigmoid(gate) * up).to(y.dtype), row, unit, N, OUT // 2)
     else:
-        store_rows(out_ptr, gelu(y), row, n, N, OUT)
+        activated, _ = activate(y.to(tl.float32), ACTIVATION, False)
+        store_rows(out_ptr, activated.to(y.dtype), row, n, N, OUT)

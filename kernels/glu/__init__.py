@@ -27,6 +27,7 @@ from kernels import linear
 
 TENSORS = {"x": "... C", "w_fc": "2F C", "b_fc": "2F", "w_proj": "C F", "b_proj": "C"}
 ANY_STRIDES = ("x",)
+OPTIONAL = ("fp8",)  # arguments that a backend may lack
 
 # SmolLM2-135M, GPT-2 124M's parameters as a gated MLP, and Llama-3.2-1B
 SHAPES = {
@@ -71,12 +72,17 @@ def conflict(w_fc: Tensor, w_proj: Tensor, **_: object) -> str | None:
     return None if rows == 2 * F else f"w_fc has {rows} rows, and w_proj {F} columns: w_fc must have twice as many"
 
 
+def swiglu(h: Tensor) -> Tensor:
+    """Return silu(gate) * up (..., F) of h (..., 2 F), the gate and up side by side."""
+    gate, up = h.chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
 def reference(
     x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, fp8: bool = False
 ) -> Tensor:
     layer = products_in_fp8.linear if fp8 else linear.reference
-    gate, up = layer(x, w_fc, b_fc).chunk(2, -1)
-    return layer(gate * torch.sigmoid(gate) * up, w_proj, b_proj)
+    return layer(swiglu(layer(x, w_fc, b_fc)), w_proj, b_proj)
 
 
 def inputs(

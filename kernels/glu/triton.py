@@ -12,6 +12,13 @@ the tile into its gate half and its up half, and no data moves between threads.
 
 Between the matmuls, eager reads and writes 5 N F numbers in the forward, and about 13 N F in the backward. The kernels
 here also hold the matmuls' results in registers: they write 3 N F numbers, and read 2 N F and write 3 N F.
+
+Milliseconds on one H200 in bf16, in one run, at 65,536 x 768 and F = 2048. Liger's pass runs between cuBLAS's matmuls.
+Only the forward gains from its epilogue; in fp8 both ways take 2.11, and with torch.compile 3.35:
+
+               here    Liger    torch.compile
+    forward    0.94     1.02             1.02
+    backward   1.97     1.90             2.11
 """
 
 import torch
@@ -25,7 +32,6 @@ from kernels.gpu import check_dtypes
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.matmul import (
-    FP32_LAUNCH,
     as_parameters,
     can_use_tma,
     choose_launch,
@@ -39,6 +45,7 @@ from kernels.matmul import (
     store_matrix_tile,
 )
 from kernels.mlp import _op
+from kernels.mlp import triton as mlp
 from kernels.mlp._activations import sigmoid, silu_derivative
 from kernels.quantize import candidates as quantize_candidates
 from kernels.tiles import place
@@ -139,16 +146,9 @@ def _glu_bwd_kernel(
 
 
 def default_launch(dtype: torch.dtype, tma: bool, backward: bool) -> dict:
-    """Return the default launch parameters: with TMA, two programs share a multiprocessor of compute capability 9.0."""
-    if dtype == torch.float32:
-        values = *FP32_LAUNCH[:3], 2, *FP32_LAUNCH[4:]
-    elif tma:
-        values = 128, 128, 64, 4 if backward else 2, 4, 3, 2
-    elif backward:
-        values = 128, 64, 32, 2, 8, 3, 2
-    else:
-        values = 128, 128, 32, 4, 8, 3, 2
-    return as_parameters(*values) | {"GROUP": 8}
+    """Return the default launch parameters, those of the MLP."""
+    launch = mlp.default_launch(dtype, tma, backward)
+    return launch | {"PARTS": max(2, launch["PARTS"])}  # gate and up
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:

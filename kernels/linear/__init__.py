@@ -24,6 +24,7 @@ from kernels import fp8 as products_in_fp8
 
 TENSORS = {"x": "... C", "weight": "F C", "bias": "F"}
 ANY_STRIDES = ("x",)
+OPTIONAL = ("fp8",)  # arguments that a backend may lack
 
 SHAPES = {
     "124m": {"shape": (65536, 768), "out": 2304},

@@ -28,6 +28,7 @@ LOGITS_SCALE = 2.0**12  # times the targets that count. In one micro-step, proba
 
 TENSORS = {"x": "... C", "weight": "V C", "targets": "..."}
 ANY_STRIDES = ("x",)
+OPTIONAL = ("fp8", "softcap")  # arguments that a backend may lack
 
 SHAPES = {
     "124m": {"shape": (32768, 768), "vocab": 50304},

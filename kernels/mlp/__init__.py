@@ -29,6 +29,7 @@ from kernels import linear
 
 TENSORS = {"x": "... C", "w_fc": "F C", "b_fc": "F", "w_proj": "C F", "b_proj": "C"}
 ANY_STRIDES = ("x",)
+OPTIONAL = ("fp8", "activation")  # arguments that a backend may lack
 
 SHAPES = {
     "124m": {"shape": (65536, 768)},

@@ -12,6 +12,13 @@ detail = partial(fastest.detail, "mlp")
 
 
 def mlp(
-    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, fp8: bool = False
+    x: Tensor,
+    w_fc: Tensor,
+    b_fc: Tensor | None,
+    w_proj: Tensor,
+    b_proj: Tensor | None,
+    fp8: bool = False,
+    activation: str = "gelu",
 ) -> Tensor:
-    return fastest.call_fastest("mlp", x, w_fc, b_fc, w_proj, b_proj, fp8=fp8)
+    options = {} if activation == "gelu" else {"activation": activation}
+    return fastest.call_fastest("mlp", x, w_fc, b_fc, w_proj, b_proj, fp8=fp8, **options)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 TENSORS = {"qkv": "B T heads D", "q_weight": "D", "k_weight": "D"}
 ANY_STRIDES = ("qkv",)
+OPTIONAL = ("q_weight", "k_weight", "eps")  # arguments that a backend may lack
 
 # The shapes to measure: (B, T, H + 2 Hkv, D) of GPT-2 124M's heads, of SmolLM2-135M and of Qwen3-0.6B
 SHAPES = {

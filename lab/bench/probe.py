@@ -102,7 +102,7 @@ def probe_status(probe: Probe, device: torch.device) -> str:
     if not probe.backward:
         inputs = {name: value.detach() if isinstance(value, Tensor) else value for name, value in inputs.items()}
     try:
-        function = load(op, impl, device, needs=optional_arguments(inputs))
+        function = load(op, impl, device, needs=optional_arguments(op, inputs))
         if probe.compiled:
             outputs_and_gradients(out_of_place(module, function), inputs)  # torch.compile would hide Unavailable
             function = torch.compile(function, fullgraph=True, options=inductor_options())

@@ -195,7 +195,7 @@ def prepare(
 
 def prepare_works(call: Call, name: str, inputs: dict, device: torch.device) -> dict[str, Callable[[], object]]:
     """Return the functions to time: "forward", and in training "both" ways. Raises Unavailable if it cannot run."""
-    function = load(call.op, backend_of(name), device, optional_arguments(inputs))
+    function = load(call.op, backend_of(name), device, optional_arguments(call.op, inputs))
     if name == "compile":
         function = torch.compile(function, fullgraph=True)
     if not call.trains:

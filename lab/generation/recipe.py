@@ -9,12 +9,12 @@ from omegaconf import DictConfig
 from data.tokenizer import Tokenizer
 from kernels.lookup import short_name
 from kernels.names import GENERATION_OPS
-from kernels.registry import AttnConfig, KernelsConfig, impl_by_op, label
+from kernels.registry import AttnConfig, KernelsConfig, impl_by_op
 from kernels.sampling import Sampling
 from model import cost, pretrained
 from model.config import PRECISIONS, GPTConfig
 from model.decoder import Decoder
-from model.executed import called_ops, executed_kernels, slower_kernels
+from model.executed import called_ops, executed_kernels, kernels_label, slower_kernels
 from model.generate import check_sampling
 from model.generate_config import GenerateConfig
 from model.sources import Pretrained, random_source
@@ -42,7 +42,7 @@ class GenerationRecipe:
     def name(self) -> str:
         """For example 124M-eager-sdpa-blocks-bf16."""
         size = cost.parameters(self.source.config) / 1e6
-        choice = label(self.kernels, self.attn, called_ops(self.source.config))
+        choice = kernels_label(self.source.config, self.kernels, self.attn)
         return f"{size:.0f}M-{choice}-{short_name(self.kernels.decode)}-{self.precision}"
 
     @property

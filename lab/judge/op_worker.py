@@ -124,7 +124,7 @@ def run_calls(case: Case, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     shape = {**probe.shape, "dtype": probe.dtype, "device": device}
     values = [module.inputs(**shape, seed=seed) for seed in case.seeds]
     inputs = module.inputs(**shape, seed=case.seeds[0])
-    function = out_of_place(module, load(probe.op, probe.impl, device, needs=optional_arguments(inputs)))
+    function = out_of_place(module, load(probe.op, probe.impl, device, needs=optional_arguments(probe.op, inputs)))
     if probe.compiled:
         outputs_and_gradients(function, inputs)  # torch.compile would hide Unavailable
         function = torch.compile(function, fullgraph=True, options=inductor_options())
@@ -205,7 +205,7 @@ def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:
     shape = {**work.shape, "dtype": work.dtype, "device": device}
     sets = [module.inputs(**shape, seed=work.seed + number) for number in range(work.sets)]
     [function] = contestants(work.op, [work.impl], device).values()
-    load(work.op, backend_of(work.impl), device, optional_arguments(sets[0]))
+    load(work.op, backend_of(work.impl), device, optional_arguments(work.op, sets[0]))
     first = outputs(function, sets[0])  # compiles and tunes, which may draw random numbers
     torch.manual_seed(work.seed)
     douts = random_gradients(first, sets[0])
