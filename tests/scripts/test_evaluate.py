@@ -106,7 +106,7 @@ def test_what_a_run_in_fp8_and_another_source_compute_in(hotswap, called, monkey
     seen = []
     monkeypatch.setattr("model.sources.Pretrained.run_config", property(lambda source: own))
     monkeypatch.setattr("lab.evaluation.open_text", lambda *_: sys.exit("read"))
-    monkeypatch.setattr(script, "label", lambda kernels, attn, called: seen.append(kernels.fp8) or "")
+    monkeypatch.setattr(script, "kernels_label", lambda config, kernels, attn: seen.append(kernels.fp8) or "")
     assert called("evaluate.py", script.main, "checkpoint=run", "device=cpu")[2] == "read\n"
     assert seen == [["mlp"]]
     words = "checkpoint=run", "device=cpu", "prompt=a", "max_new_tokens=2"

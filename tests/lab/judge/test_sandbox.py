@@ -184,6 +184,7 @@ def test_a_message_to_a_worker_that_has_ended_raises_ended(tmp_path):
 @pytest.mark.usefixtures("process")
 def test_the_files_that_a_worker_changes_are_named(tmp_path):
     code = """
+receive()
 with open(folder / "repo/kernels/norm/eager.py", "a") as file:
     file.write("#")
 (folder / "repo/train.py").unlink()
@@ -193,6 +194,7 @@ answer()
 """
     with worker(tmp_path, code) as started:
         assert started.changed_files() == []
+        started.send("change them")
         started.receive()
         assert started.changed_files() == ["kernels/norm/eager.py", "lab/new.py", "train.py"]
 
