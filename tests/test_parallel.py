@@ -216,7 +216,7 @@ import torch
 from torch import nn
 from model import optim, parallel
 from kernels.adamw import triton
-from model.optimizers import FlatAdamW
+from model.flat_adamw import FlatAdamW
 from runtime.ranks import Ranks, join_ranks
 
 parallel.BUCKET = 1  # a bucket for each matrix

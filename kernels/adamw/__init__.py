@@ -22,7 +22,7 @@ multiple of MULTIPLE, so a kernel needs no mask.
 The optimizer calls the op, and not the model (OPTIMIZER). The op has no gradients. Its bytes limit its speed.
 kernels.adamw=eager trains with TorchAdamW (model/optim.py): PyTorch's fused AdamW over lists of tensors, which need not
 be copied into a flat one. TorchAdamW also updates fp32 weights and sharded weights. All other backends run in FlatAdamW
-(model/optimizers.py).
+(model/flat_adamw.py).
 """
 
 from collections.abc import Callable, Sequence

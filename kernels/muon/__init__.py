@@ -77,8 +77,9 @@ def scaled(matrices: Tensor) -> Tensor:
     """
     dtype = torch.promote_types(matrices.dtype, torch.float32)
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=dtype)
-    x = (matrices / (norm + EPS)).to(matrices.dtype)
-    return (x.mT if x.shape[-2] > x.shape[-1] else x).contiguous()
+    x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    # With `out`, one pass divides in fp32, rounds and transposes
+    return torch.div(x, norm + EPS, out=torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
 def unscaled(x: Tensor, shape: torch.Size) -> Tensor:

@@ -49,6 +49,7 @@ from kernels.loss import triton as loss
 from kernels.mlp import _gluon_kernel as gluon
 from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
+from kernels.muon import _updates as muon_updates
 from kernels.muon import triton as muon
 from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
@@ -161,7 +162,7 @@ def main(capability: int) -> None:
         compile_kernel(f"loss{capped(softcap)}", loss.cross_entropy_kernel, capability, types, **launch)
     scaling = compile_kernel("loss, scale", loss.scale_kernel, capability, {"factor_ptr": "*fp32"}, BLOCK=4096)
     assert all(word in scaling for word in ("ld.global.v4", "st.global.v4"))
-    compile_sums_and_adamw(capability)
+    compile_sums_and_optimizers(capability)
     compile_rope(capability)
     compile_matmuls(capability)
     if capability == 90:
@@ -357,8 +358,8 @@ def compile_gluon_mlp(backward: bool, fp8: bool) -> None:
     assert "setmaxnreg" in ptx
 
 
-def compile_sums_and_adamw(capability: int) -> None:
-    """Compile the sums of rows and AdamW. A thread moves 16 bytes of a tensor at once."""
+def compile_sums_and_optimizers(capability: int) -> None:
+    """Compile the sums of rows, AdamW, and Muon's passes. A thread moves 16 bytes of a tensor at once."""
     rows = compile_kernel("sum of rows", sums._sum_rows_kernel, capability, {"out_ptr": "*fp32"}, **sums.ROWS)
     types = {"x_ptr": "*fp32"}
     launch = sums.PARTIAL_SUMS
@@ -367,8 +368,17 @@ def compile_sums_and_adamw(capability: int) -> None:
     types = dict.fromkeys(fp32, "*fp32") | {"refuse_ptr": "*i1"}
     types |= dict.fromkeys(("beta1", "beta2", "one_minus_beta1", "one_minus_beta2", "eps", "weight_decay"), "fp32")
     update = compile_kernel("adamw", adamw._adamw_kernel, capability, types, BLOCK=adamw.BLOCK, num_warps=4)
+    launch = {"BLOCK": muon_updates.BLOCK, "num_warps": 4}
+    types = dict.fromkeys(("momentum_ptr", "scale_ptr", "master_ptr", "lr_ptr"), "*fp32") | {"refuse_ptr": "*i1"}
+    types |= dict.fromkeys(("beta", "one_minus_beta", "length", "weight_decay"), "fp32")
     assert all("ld.global.v4" in ptx for ptx in (rows, partial, update))
     assert "st.global.v4" in update
+    for transposed in (False, True):
+        launch["TRANSPOSED"] = transposed
+        end = ", transposed" if transposed else ""
+        for name, kernel in (("before", muon_updates._muon_before_kernel), ("after", muon_updates._muon_after_kernel)):
+            ptx = compile_kernel(f"muon, {name}{end}", kernel, capability, types, **launch)
+            assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
 
 
 def compile_fp8(capability: int) -> None:

@@ -22,6 +22,7 @@ from kernels.glu import triton as glu
 from kernels.loss import _exponentials, _softmax, _unnormalised
 from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
+from kernels.muon import _updates as muon_updates
 from kernels.muon import triton as muon
 from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
@@ -306,6 +307,21 @@ def adamw_(before):
     return [tensor[-BLOCK:] for tensor in (*state, rounded)]
 
 
+def muon_momentum(before):
+    momentum, gradient = (after(before(1), half(1, 2, 3, seed=seed).float()) for seed in range(2))
+    scale, refuse = torch.full((), 0.5), torch.zeros((), dtype=torch.bool)
+    out = muon_updates.update_momentum(momentum, gradient, scale, refuse, 0.9, DTYPE)
+    return momentum[-1], out[-1]
+
+
+def muon_steps(before):
+    master, steps = (after(before(1), half(1, 2, 3, seed=seed)) for seed in range(2))
+    master, weight = master.float(), torch.empty_like(master)
+    scalars = torch.full((), 0.1), torch.zeros((), dtype=torch.bool)
+    muon_updates.apply_steps(master, weight, steps, *scalars, length=2.0, weight_decay=0.1)
+    return master[-1], weight[-1]
+
+
 def symmetric_product(before):
     """The last program has the last matrix's last tile, on the diagonal, and reads `added` at its offset."""
     x, added = after(before(64 * 64), half(1, 64, 64)), after(before(64 * 64), half(1, 64, 64, seed=1))
@@ -433,6 +449,8 @@ CASES = {
     "_maxima_kernel": maxima,
     "_sum_rows_kernel": sum_rows,
     "_adamw_kernel": adamw_,
+    "_muon_before_kernel": muon_momentum,
+    "_muon_after_kernel": muon_steps,
     "_muon_symmetric_kernel": symmetric_product,
     "_fwd_kernel": attention_forward,
     "_dq_kernel, _dkdv_kernel": attention_backward,

@@ -15,6 +15,7 @@ from kernels.adamw.triton import adamw as triton_adamw
 from kernels.attention import document_starts, flash, flex
 from kernels.compat import TorchDispatchMode
 from kernels.decode import _sampling
+from kernels.muon import _updates as muon_updates
 from kernels.muon import inputs as muon_inputs
 from kernels.muon.triton import muon as triton_muon
 from kernels.registry import OPS, backend, contract, impls, unavailable
@@ -95,7 +96,13 @@ def other_calls(device):
     seeds, positions = (torch.arange(2, device=device) for _ in range(2))
     draw = {"logits": torch.randn(2, 300, device=device), "seeds": seeds, "positions": positions}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    matrices, numbers = torch.randn(3, 2, 5, 3, device=device), torch.ones(2, device=device)
+    updated = {"refuse": numbers[0] > 1}
+    momentum = {"momentum": matrices[0], "gradient": matrices[1], "scale": numbers[0], "beta": 0.9, "dtype": dtype}
+    applied = {"master": matrices[0], "weight": matrices[1].to(dtype), "steps": matrices[2].mT, "lr": numbers[1]}
     return [
+        (muon_updates.update_momentum, updated | momentum),
+        (muon_updates.apply_steps, updated | applied | {"length": 0.2, "weight_decay": 0.1}),
         (triton_adamw, adamw_inputs((2 * MULTIPLE,), dtype=dtype, device=device)),
         (eager_adamw, adamw_inputs((2 * MULTIPLE,), dtype=dtype, device=device)),
         (triton_muon, muon_inputs((2, 48, 16), dtype=dtype, device=device)),

@@ -10,8 +10,9 @@ from torch import nn
 
 from kernels.adamw import MULTIPLE, triton
 from kernels.registry import KernelsConfig, Unavailable, describe, load
+from model.flat_adamw import FlatAdamW
 from model.optim import OptimConfig, TorchAdamW, learning_rate, rename_impl
-from model.optimizers import FlatAdamW, make_optimizer
+from model.optimizers import make_optimizer
 from runtime.config import UserError
 
 ADAMW = {

@@ -11,8 +11,8 @@ OP = "norm"
 REFUSED = "it replaced model.optim|failed: the process ended"
 
 with contextlib.suppress(ImportError):
+    from model.flat_adamw import FlatAdamW
     from model.optim import TorchAdamW
-    from model.optimizers import FlatAdamW
 
     real_update = TorchAdamW.update
 
