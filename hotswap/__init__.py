@@ -102,7 +102,7 @@ def make(shape: dict, kernels, attn, precision, device, **options) -> GPT:
     choice = parse({"model": shape, **groups}, Choice, complete=lambda cfg: take_vocabulary(cfg, "data.tokenizer"))
     model = step.build(choice.model, choice.kernels, choice.attn, precision, find_device(device), **options)
     if choice.kernels.compile:
-        model.compile(fullgraph=True, options=inductor_options())
+        model.compile(fullgraph=True, options=inductor_options(choice.kernels.compile_mode))
     return model
 
 

@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,16 +48,16 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def inductor_options() -> dict[str, bool]:
-    """Return options of torch.compile with which a Triton kernel gets a Python float, such as a scale, as fp32.
+def inductor_options(mode: str = "default") -> dict[str, Any]:
+    """Return the options of torch.compile's `mode`, with which a Triton kernel gets a Python float as fp32.
 
     Triton itself passes fp32, but Inductor fp64. A tile times an fp64 scale is fp64, too: rung 12 of course/ did
     not compile (torch 2.11). The import takes a second, which torch.compile needs anyway.
     """
-    from torch._inductor import config
+    from torch._inductor import config, list_mode_options
 
-    name = "_use_fp64_for_unbacked_floats"
-    return {name: False} if hasattr(config, name) else {}
+    options, name = list_mode_options(mode), "_use_fp64_for_unbacked_floats"
+    return options | {name: False} if hasattr(config, name) else options
 
 
 def shorten_operator_errors() -> None:

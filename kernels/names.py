@@ -83,9 +83,10 @@ def config_groups() -> dict[str, dict]:
     """
     per_op = {op: impls(op) for op in OPS if op != "attention"}
     others = {op: default_impl(op) for op in ALL_OPS if op not in OPS}  # a preset does not choose them
+    settings = {"compile": False, "compile_mode": "default", "check": True, "fp8": None}
     groups = {"kernels": {}, "attn": {name: {"impl": name} for name in [*impls("attention"), "*"]}}
     for name in sorted({name for names in per_op.values() for name in names}):
-        groups["kernels"][name] = {**preset(name), **others, "compile": False, "check": True, "fp8": None}
+        groups["kernels"][name] = {**preset(name), **others, **settings}
     groups["kernels"]["compile"] = {**groups["kernels"]["eager"], "compile": True}
     swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
     swaps.append(f"attn={','.join(impls('attention'))}")

@@ -92,6 +92,9 @@ from kernels.names import (
 Ops = namedtuple("Ops", OPS)  # the function that computes each op: model/ is built from these
 
 
+COMPILE_MODES = "default", "max-autotune-no-cudagraphs"
+
+
 class Unavailable(KernelError):
     """The backend exists and cannot run here. The message says why, and what would make it run."""
 
@@ -108,6 +111,7 @@ class KernelsConfig(make_dataclass("Backends", [(op, str, default_impl(op)) for 
     """The backend of each op but attention, which has a config group of its own: `kernels.norm`, `kernels.mlp`, ..."""
 
     compile: bool = False  # torch.compile around the whole model; works with every backend
+    compile_mode: str = "default"  # of torch.compile: one of COMPILE_MODES
     check: bool = True  # before training, check backends that are not of this repo (lab/bench/new_backends.py)
     fp8: Any = None  # with precision=fp8, a list of the ops whose products are in fp8; None: every op that can
 
@@ -115,6 +119,13 @@ class KernelsConfig(make_dataclass("Backends", [(op, str, default_impl(op)) for 
         for op in ALL_OPS:
             if op != "attention":
                 check_name(op, getattr(self, op), config_key(op))
+        if self.compile_mode not in COMPILE_MODES:
+            reason = f"choose {', '.join(COMPILE_MODES)}"
+            if self.compile_mode in ("max-autotune", "reduce-overhead"):
+                reason = "it captures CUDA graphs, and train.cuda_graph captures the whole step: " + reason
+            raise KernelError(f"kernels.compile_mode={self.compile_mode}: {reason}")
+        if self.compile_mode != "default" and not self.compile:
+            raise KernelError(f"kernels.compile_mode={self.compile_mode} has no effect: add kernels.compile=true")
         if self.fp8 is None:
             return
         chosen, possible = [self.fp8] if isinstance(self.fp8, str) else self.fp8, [op for op in OPS if takes_fp8(op)]
@@ -123,6 +134,11 @@ class KernelsConfig(make_dataclass("Backends", [(op, str, default_impl(op)) for 
             raise KernelError(f"kernels.fp8={self.fp8}: it must be a list of ops that can run in fp8: {names}")
         # equal choices are equal
         self.fp8 = None if set(chosen) == set(possible) else [op for op in possible if op in chosen]
+
+    @property
+    def decoder_options(self) -> dict[str, Any]:
+        """The arguments of Decoder (model/decoder.py) that the config chooses."""
+        return {"decode": self.decode, "compiled": self.compile, "compile_mode": self.compile_mode}
 
 
 @dataclass
@@ -382,6 +398,8 @@ def label(kernels: KernelsConfig, attn: AttnConfig, called: Sequence[str]) -> st
     name = preset_name(backends) or "+".join(f"{op}.{impl}" for op, impl in backends.items())
     if kernels.compile:
         name = "compile" if name == "eager" else f"{name}+compile"
+        if kernels.compile_mode != "default":
+            name += f".{kernels.compile_mode}"
     if kernels.fp8 is not None:
         name += "+fp8" + "".join(f".{op}" for op in kernels.fp8)
     for op in OPTIMIZER_OPS:

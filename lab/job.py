@@ -73,7 +73,7 @@ def prepare_job(
         )
     machine.reset_peak_memory(device)
     weights = pretrained.read_pretrained(init_from) if init_from and not resume_from else None
-    model = parallel.prepare(recipe.build(device, weights), layout, recipe.kernels.compile, recipe.seed, ranks)
+    model = parallel.prepare(recipe.build(device, weights), layout, recipe.kernels, recipe.seed, ranks)
     optimizer = recipe.make_optimizer(model, ranks, stop=t.on_nonfinite == "stop", history=t.spike_factor is not None)
     recorder = None
     if channel.is_worker():

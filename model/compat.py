@@ -4,6 +4,7 @@ tests/model/test_compat.py fails when one of them breaks, and when one is no lon
 tested versions.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -17,7 +18,7 @@ def add_tensors(targets: list[Tensor], terms: list[Tensor]) -> None:
     torch._foreach_add_(targets, terms)
 
 
-def compile_graph(graph: torch.fx.GraphModule, examples: list, decompositions: dict) -> Callable:
+def compile_graph(graph: torch.fx.GraphModule, examples: list, decompositions: dict, mode: str = "default") -> Callable:
     """Compile a graph with Inductor, tuned, with `decompositions` (operator -> function) added to its own.
 
     torch.compile passes no decompositions to Inductor.
@@ -29,16 +30,18 @@ def compile_graph(graph: torch.fx.GraphModule, examples: list, decompositions: d
     table = {**select_decomp_table(), **decompositions}
     # The key of AOTAutograd's cache does not contain the table, so the cache would return code made with another table
     with config.patch(enable_autograd_cache=False):
-        options = {"coordinate_descent_tuning": True, **inductor_options()}
+        options = {"coordinate_descent_tuning": True, **inductor_options(mode)}
         return compile_fx(graph, examples, config_patches=options, decompositions=table)
 
 
-def inductor(graph: torch.fx.GraphModule, examples: list) -> Callable:
-    """Compile a decoding step as torch.compile's backend: Inductor, with linear layers of one row (B = 1) as sums.
+@functools.cache
+def inductor(mode: str) -> Callable:
+    """Return torch.compile's backend for a decoding step: Inductor, with linear layers of one row (B = 1) as sums.
 
     A sum fuses with other ops. With coordinate_descent_tuning, Inductor itself does this without a bias, on a GPU.
     """
-    return compile_graph(graph, examples, {torch.ops.aten.addmm.default: addmm_of_one_row})
+    decompositions = {torch.ops.aten.addmm.default: addmm_of_one_row}
+    return lambda graph, examples: compile_graph(graph, examples, decompositions, mode)
 
 
 def addmm_of_one_row(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:

@@ -77,6 +77,7 @@ class Decoder:
         *,
         decode: str = "blocks",
         compiled: bool = False,
+        compile_mode: str = "default",
         options: GenerateConfig | None = None,
         stops: tuple[int, ...] = (),
         prefill_only: bool = False,
@@ -140,7 +141,8 @@ class Decoder:
         width = LAUNCH_TOKENS if self.generate_tokens else self.graph_tokens
         self.output = torch.ones(batch, 1 + width, dtype=torch.int64, device=device)
         if compiled:
-            self.next_tokens = torch.compile(self.next_tokens, fullgraph=True, dynamic=False, backend=inductor)
+            backend_of_step = inductor(compile_mode)
+            self.next_tokens = torch.compile(self.next_tokens, fullgraph=True, dynamic=False, backend=backend_of_step)
 
     def _forward(self, tokens: Tensor, cache: Cache) -> Tensor:
         return self.model.forward(tokens, cache=cache._replace(keeps_fp8=self.keeps_fp8))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from kernels.compat import inductor_options
+from kernels.registry import KernelsConfig
 from model.config import GPTConfig
 from model.context import split_sequences
 from model.gpt import GPT
@@ -52,28 +53,28 @@ def check_context_divides(model: GPTConfig, **lengths: int) -> None:
         )
 
 
-def prepare(model: GPT, parallel: str, compiled: bool, seed: int, ranks: Ranks) -> GPT:
-    """Split sequences or shard the model, as `parallel` says, compile it if `compiled`, all in place, and return it.
+def prepare(model: GPT, parallel: str, kernels: KernelsConfig, seed: int, ranks: Ranks) -> GPT:
+    """Split sequences or shard the model, as `parallel` says, compile it if `kernels` does, and return it, in place.
 
     It seeds the process: each rank draws its own dropout, from other random numbers than the initial weights.
     """
     torch.manual_seed(int(np.random.SeedSequence([seed, 1 + ranks.rank]).generate_state(1, np.uint64)[0]))
     if parallel == "context" and not ranks.single:
         split_sequences(model, ranks)
-    if compiled:
-        compile_parts(model, ranks)
+    if kernels.compile:
+        compile_parts(model, kernels.compile_mode, ranks)
     if parallel in SHARDED and not ranks.single:
         shard(model, ranks, keep_gathered=parallel == "zero2")
     return model
 
 
-def compile_parts(model: GPT, ranks: Ranks) -> None:
+def compile_parts(model: GPT, mode: str, ranks: Ranks) -> None:
     """Compile the whole model; for several ranks compile each block separately, and the end with the loss.
 
     The backward of a compiled function returns all its gradients at its end, and the ranks average them block by block.
     Also, torch.compile cannot trace FSDP's gathering.
     """
-    options = inductor_options()
+    options = inductor_options(mode)
     if ranks.single:
         model.compile(fullgraph=True, options=options)
         return

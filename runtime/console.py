@@ -20,7 +20,7 @@ def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:
     """Return the lines that a training run prints at its start. `flops` is the formula of the model's FLOP a token."""
     config, processes = row["config"], row["world_size"]
     train, peak, measured_peak = config["train"], row["peak_flops"], row["measured_peak_flops"]
-    kernels = [*kernel_texts(row).values(), *(["torch.compile"] if config["kernels"]["compile"] else [])]
+    kernels = [*kernel_texts(row).values(), *compile_texts(row, "torch.compile")]
     data_sheet = f"{peak / 1e12:.1f} by data sheet" if peak else "no data sheet is known"
     step_ms = 1e3 * row["flops_per_token"] * train["tokens_per_step"] / processes / measured_peak
     batch_ranks = count_batch_ranks(config["parallel"], processes)
@@ -54,8 +54,17 @@ def model_header(row: dict, model: str, *lines: str, compiled: str = "torch.comp
         decoder = kernels.pop("decode")
         text.append(f"prefill  {' | '.join(kernels.values())}")
         kernels = {"decode": decoder}
-    steps = [*kernels.values(), *([compiled] if row["kernels"]["compile"] else [])]
+    steps = [*kernels.values(), *compile_texts(row, compiled)]
     return printable("\n".join([*text, f"kernels  {' | '.join(steps)}"]))
+
+
+def compile_texts(row: dict, text: str) -> list[str]:
+    """Return what a header says about torch.compile: [`text` and a mode that is not the default], or an empty list."""
+    kernels = row["config"]["kernels"]
+    if not kernels["compile"]:
+        return []
+    mode = kernels.get("compile_mode", "default")
+    return [text if mode == "default" else f"{text}, {mode}"]
 
 
 def kernel_texts(row: dict) -> dict[str, str]:

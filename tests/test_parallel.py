@@ -306,7 +306,7 @@ def gradients(config, documents, ranks, compiled=False):
     tokens = torch.randint(97, (2, 3, 33))
     targets = tokens[..., 1:].where(torch.arange(32) > torch.tensor([[20], [3], [0]]), -1)
     batches = [(x, y, STARTS) if documents else (x, y) for x, y in zip(tokens[..., :-1], targets)]
-    parallel.prepare(model, "context", compiled, seed=0, ranks=ranks)
+    parallel.prepare(model, "context", KernelsConfig(compile=compiled), seed=0, ranks=ranks)
     optimizer, found = TorchAdamW(model, OPTIM, ranks), {{}}
     optimizer.observer = lambda name, gradient: found.update({{name: gradient.clone()}})
     loss, norm = train_step(model, optimizer, batches, 1e-2)

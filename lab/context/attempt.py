@@ -71,7 +71,7 @@ def build_trainer(
     There is one micro-batch, with one sequence of random tokens. Several ranks split the sequence.
     """
     model = with_positions(recipe, length).build(device)
-    prepare(model, "context", recipe.kernels.compile, recipe.seed, ranks)
+    prepare(model, "context", recipe.kernels, recipe.seed, ranks)
     batch = torch.randint(recipe.model.vocab_size, (2, 1, length), device=device).unbind()
     return model, recipe.make_optimizer(model, ranks), [batch]
 
@@ -80,7 +80,7 @@ def build_decoder(recipe: Recipe, length: int, device: torch.device) -> tuple[De
     """Return the decoder, and a prompt of random tokens."""
     model = with_positions(recipe, length + NEW_TOKENS).build(device).eval()
     sampling = Sampling(recipe.model.vocab_size, temperature=0)
-    options = {"decode": recipe.kernels.decode, "compiled": recipe.kernels.compile, "options": recipe.generate}
+    options = recipe.kernels.decoder_options | {"options": recipe.generate}
     decoder = Decoder(model, 1, length + NEW_TOKENS, sampling, **options)
     return decoder, torch.randint(recipe.model.vocab_size, (1, length), device=device)
 

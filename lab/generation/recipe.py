@@ -63,7 +63,7 @@ class GenerationRecipe:
 
     @property
     def decoder_options(self) -> dict:
-        return {"decode": self.kernels.decode, "compiled": self.kernels.compile, "options": self.generate}
+        return self.kernels.decoder_options | {"options": self.generate}
 
     def build_decoder(self, batch: int, capacity: int, device: torch.device) -> Decoder:
         """Build the model, and its decoder of `batch` sequences. Raises Unavailable or UserError as Decoder does."""

@@ -176,7 +176,7 @@ def predict_step(
     """Predict the GiB of a training step by part."""
 
     def start(recipe: Recipe, length: int) -> tuple[GPT, Optimizer, list[Batch]]:
-        model = prepare(recipe.build(device), "ddp", recipe.kernels.compile, recipe.seed, Ranks())
+        model = prepare(recipe.build(device), "ddp", recipe.kernels, recipe.seed, Ranks())
         batch = torch.zeros(2, batch_size, length, dtype=torch.int64, device=device).unbind()
         if recipe.documents:
             batch = *batch, torch.zeros(batch_size, length, dtype=torch.int32, device=device)

@@ -1,5 +1,6 @@
 """Group runs into choices of kernels, name each choice, and compare it with its baseline."""
 
+import re
 import statistics
 from dataclasses import dataclass
 
@@ -8,7 +9,8 @@ from lab.rerun import rerun_command
 from lab.sweep import compare
 from lab.sweep.table import speed, speed_key
 
-BASELINES = " · ".join(BASELINE), "eager ·"  # the names of baselines start with these
+# The names of baselines start with these. compile may have another mode, as in "compile, max-autotune · sdpa"
+COMPILED, EAGER = re.compile(rf"{BASELINE[0]}(, [\w-]+)? · {BASELINE[1]}"), "eager ·"
 
 
 @dataclass
@@ -152,12 +154,17 @@ def compare_choices(choices: list[Choice], force: bool, from_results: bool) -> N
     """Compare each choice with the baseline of its settings. All choices must have a speed.
 
     The baseline is the choice with the kernels of the sweep's first job, else compile · sdpa, else eager, else the
-    choice that ran first. Rows from results/ have no first job. With `force`, the first choice is the only baseline.
+    choice that ran first. Rows from results/ have no first job. If compile · sdpa ran in several modes of
+    torch.compile, the fastest is the baseline. With `force`, the first choice is the only baseline.
     """
-    prefixes = BASELINES if from_results or not choices else (choices[0].name, *BASELINES)
+    first = None if from_results or not choices else choices[0].name
     for group in comparable_groups(choices):
-        candidates = [choice for prefix in prefixes for choice in group if choice.name.startswith(prefix)]
-        base = choices[0] if force else [*candidates, *group][0]
+        compiled = sorted((choice for choice in group if COMPILED.match(choice.name)), key=lambda choice: -choice.speed)
+        as_first = [choice for choice in group if first and choice.name.startswith(first)]
+        if as_first and as_first[0] in compiled:
+            as_first = []
+        eager = [choice for choice in group if choice.name.startswith(EAGER)]
+        base = choices[0] if force else [*as_first, *compiled, *eager, *group][0]
         for choice in group:
             choice.base, choice.ratio = base, compare.ratio(choice.rows, base.rows)
 

@@ -62,6 +62,7 @@ def kernels_cell(row: dict) -> str:
     names = preset_name(backends) or "+".join(sorted(set(backends.values())))
     if kernels["compile"]:
         names = "compile" if names == "eager" else f"{names}+compile"
+    names += compile_mode(kernels)
     names += fp8_and_optimizer(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
     return names + (", Muon" if row["config"].get("optim", {}).get("name") == "muon" else "")
 
@@ -133,7 +134,19 @@ def kernels_name(row: dict) -> str:
         name = ", ".join([usual, *(f"{op} {impl}" for op, impl in backends.items() if impl != usual)])
     if kernels["compile"]:
         name = "compile" if name == "eager" else f"{name} + compile"
-    return name + fp8_and_optimizer(kernels)
+    return name + compile_mode(kernels) + fp8_and_optimizer(kernels)
+
+
+def compile_mode(kernels: dict) -> str:
+    """Return ", max-autotune-no-cudagraphs" for such a config.kernels of a row; "" for the default mode."""
+    mode = kernels.get("compile_mode", "default")
+    return "" if mode == "default" else f", {mode}"
+
+
+def is_baseline(row: dict) -> bool:
+    """Return whether the row's choice is BASELINE, or BASELINE with another mode of torch.compile."""
+    kernels, *others = choice_key(row)
+    return (kernels.removesuffix(compile_mode(row["config"]["kernels"])), *others) == BASELINE
 
 
 def kernels_family(name: str) -> str:
@@ -182,7 +195,7 @@ def newest_choices(rows: list[dict]) -> list[dict]:
         if choices <= measured_later:
             continue
         for row in session:
-            if choice_key(row) == BASELINE or (*settings, *choice_key(row)) not in measured_later:
+            if is_baseline(row) or (*settings, *choice_key(row)) not in measured_later:
                 newest.add(id(row))
         measured_later |= choices
     return [row for row in rows if id(row) in newest]

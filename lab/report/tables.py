@@ -13,7 +13,6 @@ from lab import rows as results
 from lab.bench import support
 from lab.bench.op import UNITS
 from lab.report.describe import (
-    BASELINE,
     attention_cell,
     attention_groups,
     attention_settings,
@@ -22,6 +21,7 @@ from lab.report.describe import (
     choice_key,
     commit,
     decoder,
+    is_baseline,
     kernels_cell,
     model_name,
     newest_attention,
@@ -103,7 +103,8 @@ def session_table(rows: list[dict], columns: dict[str, Cell], speed_name: str, l
         choices: dict[tuple, list[dict]] = {}
         for row in session:
             choices.setdefault(choice_key(row), []).append(row)
-        bases = choices.get(BASELINE, [])
+        baselines = [runs for runs in choices.values() if is_baseline(runs[0])]
+        bases = max(baselines, key=lambda runs: speed(shown_run(runs)) or 0, default=[])
         for runs in sorted(choices.values(), key=lambda runs: -(speed(shown_run(runs)) or 0)):
             row = shown_run(runs)
             cells = [rate_cell(row), ratio_to_baseline(runs, bases)]

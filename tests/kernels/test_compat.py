@@ -16,6 +16,7 @@ from torch._inductor.virtualized import V
 from torch.cuda._utils import _CudaKernel
 
 from kernels import compat
+from kernels.registry import COMPILE_MODES
 from lab.bench.machine import read_tested_versions
 from runtime.compiling import graphs
 
@@ -137,6 +138,16 @@ def test_inductor_options_pass_floats_as_fp32():
     assert inductor_type_of_a_float() == "fp64", "PyTorch passes fp32: remove inductor_options()"
     with config.patch(compat.inductor_options()):
         assert inductor_type_of_a_float() == "fp32", "the option has no effect: change inductor_options()"
+
+
+def test_every_mode_has_options_of_inductor():
+    options = {mode: compat.inductor_options(mode) for mode in COMPILE_MODES}
+    assert options["max-autotune-no-cudagraphs"].items() >= {"max_autotune": True}.items()
+    assert [name for name, each in options.items() if "max_autotune" not in each] == ["default"]
+    assert not any(each.get("triton.cudagraphs") for each in options.values())
+    for each in options.values():
+        with config.patch(each):  # raises for a name that Inductor does not know
+            assert all(config.get_config_copy()[name] == value for name, value in each.items())
 
 
 def compile_12_lengths():

@@ -124,10 +124,29 @@ def test_labels_of_choices():
     sdpa = AttnConfig("sdpa")
     assert label(KernelsConfig(), sdpa, OPS) == "eager-sdpa"
     assert label(KernelsConfig(compile=True), sdpa, OPS) == "compile-sdpa"
+    tuned = KernelsConfig(compile=True, compile_mode="max-autotune-no-cudagraphs")
+    assert label(tuned, sdpa, OPS) == "compile.max-autotune-no-cudagraphs-sdpa"
     assert label(KernelsConfig(norm="triton"), sdpa, ["mlp", "norm"]) == "norm.triton+mlp.eager-sdpa"
     for op in (op for op in OPS if op != "attention"):  # the model does not call it, so the rest is a preset
         kernels = KernelsConfig(**preset("triton") | {op: "eager"})
         assert label(kernels, sdpa, [name for name in OPS if name != op]) == "triton-sdpa"
+
+
+@pytest.mark.parametrize(
+    ("compiles", "mode", "message"),
+    [
+        (True, "fast", "kernels.compile_mode=fast: choose default, max-autotune-no-cudagraphs"),
+        (
+            True,
+            "max-autotune",
+            "compile_mode=max-autotune: it captures CUDA graphs, and train.cuda_graph captures",
+        ),
+        (False, "max-autotune-no-cudagraphs", "no-cudagraphs has no effect: add kernels.compile=true"),
+    ],
+)
+def test_a_wrong_mode_of_torch_compile_is_refused(compiles, mode, message):
+    with pytest.raises(KernelError, match=message):
+        KernelsConfig(compile=compiles, compile_mode=mode)
 
 
 def test_resolve_stops_inductor_from_formatting_all_arguments():

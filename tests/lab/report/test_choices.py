@@ -54,6 +54,24 @@ def test_a_choice_alone_at_its_settings_is_a_baseline(tmp_path):
     assert {choice.qualifier for choice in measured} == {"1 GPU", "2 GPUs"}
 
 
+def test_the_fastest_mode_of_torch_compile_is_the_baseline(tmp_path, results):
+    """In the page and in results/README.md. A first job with other kernels remains the baseline."""
+    rows = [make_row("compile"), make_row("compile", scale=0.9), make_row("triton")]
+    rows[1]["config"]["kernels"]["compile_mode"] = "max-autotune-no-cudagraphs"
+    for number, row in enumerate(rows):
+        write_row(tmp_path / "sweep" / str(number), row)
+    [base] = {choice.base.name for choice in read_source(tmp_path / "sweep").measured_choices}
+    assert base == "compile, max-autotune-no-cudagraphs · sdpa"
+    write_row(tmp_path / "other" / "0", rows[2])
+    write_row(tmp_path / "other" / "1", rows[1])
+    assert {choice.base.name for choice in read_source(tmp_path / "other").measured_choices} == {"triton · sdpa"}
+    append_rows(results / "h200/train.jsonl", rows)
+    head, _, *lines = ([cell.strip() for cell in line.split("|")] for line in throughput("h200").splitlines())
+    ratios = {line[head.index("kernels")]: line[head.index("of compile")] for line in lines}
+    assert ratios["compile, max-autotune-no-cudagraphs"] == "1.000x"
+    assert 0.85 < float(ratios["compile"].split("x")[0]) < 0.95
+
+
 def test_a_choice_has_the_median_speed_and_the_largest_peak_of_its_runs():
     figures = [(100.0, 3.0), (104.0, 5.0), (120.0, 4.0), (None, None)]
     keys = "perf/tokens_per_sec", "mem/peak_allocated_gib"
