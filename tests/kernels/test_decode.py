@@ -423,6 +423,15 @@ def test_splits_of_the_keys():
     assert splits == small | {5000: (16, 313), 3_600_000: (16, 225_000)}
 
 
+def test_rows_of_fp32_fit_into_shared_memory():
+    """A program of a product has its rows of W in shared memory: at most 64 KB, because a block may have 99 (8.6)."""
+    for K in (64, 768, 1600, 3072, 6400, 8192):
+        assert _few.product_launch(64, K, torch.float32, 132)["BLOCK_N"] * K * 4 <= 2**16
+    arguments = case_inputs({"batch": 1, "lengths": [7], "width": 16, "hidden": 6400}, torch.float32)
+    exact = contract.reference(**to_float64(arguments))
+    assert error_of(run("triton", *arguments.values()), exact) < 1e-5
+
+
 def test_candidates_change_parameters_that_exist():
     """The candidates of scripts/tune.py keep BLOCK_K and num_warps, which fix the order of a row's sums."""
     launch = _few.product_launch(2304, 768, torch.bfloat16, 132)

@@ -145,7 +145,8 @@ def test_a_training_step_runs_only_what_the_header_says(kernels, attn, precision
 def test_the_header_of_a_generation_separates_the_prefill_from_the_decoder():
     """The steps of a decoder other than blocks run none of the other kernels."""
     kernels = {"norm": "eager (torch 2.11.0)", "attention": "sdpa (cudnn)", "compile": False}
-    row = {"env": {"device": "H200"}, "config": {"precision": "bf16", "kernels": {"compile": False}}, "kernels": kernels}
+    config = {"precision": "bf16", "kernels": {"compile": False}}
+    row = {"env": {"device": "H200"}, "config": config, "kernels": kernels}
     kernels["decode"] = "triton (triton 3.6.0)"
     *_, prefill, steps = model_header(row, "124M").splitlines()
     assert prefill == "prefill  norm eager (torch 2.11.0) | attention sdpa (cudnn)"
