@@ -74,14 +74,14 @@ STRANGE += [
 
 @pytest.mark.parametrize("function", ["build", "load", "op", "generate"])
 def test_a_strange_argument_works_or_raises_one_line(calls, function):
-    """Every argument in turn has every strange value."""
+    """Every argument in turn has a third of the strange values: all of them together would take 75 s."""
     public = {name for name in hotswap.__all__ if not isinstance(getattr(hotswap, name), type)}
     assert calls.keys() == public
     call, right = getattr(hotswap, function), calls[function]
     assert right.keys() >= inspect.signature(call).parameters.keys() - {"fields"}
     call(**right)
-    for name in right:
-        for value in STRANGE:
+    for number, name in enumerate(right):
+        for value in STRANGE[number % 3 :: 3]:
             message = "it works"
             try:
                 call(**right | {name: value})

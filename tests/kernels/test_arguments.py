@@ -24,6 +24,7 @@ SIZES = {
     "norm": [{"shape": (3, 20, 64)}],
     "linear": [{"shape": (3, 20, 64), "out": 96}, {"shape": (1, 1, 64), "out": 96}],
     "mlp": [{"shape": (3, 20, 64), "hidden": 96}, {"shape": (1, 1, 64), "hidden": 96}],
+    "glu": [{"shape": (3, 20, 64), "hidden": 96}, {"shape": (1, 1, 64), "hidden": 96}],
     "loss": [{"shape": (3, 20, 64), "vocab": 264, "ignored": 0.3}, {"shape": (1, 1, 64), "vocab": 264}],
     "attention": [
         {"shape": (2, 20, 4, 64), "kv_heads": 2},
