@@ -26,6 +26,11 @@
 //     stream += proj, LayerNorm, 24 rows of fc, GELU
 //     6 rows of fc_proj
 //
+// Other models have the same phases and exchanges. With swiglu, a block's rows of fc are gate and up of the same units.
+// So the block itself multiplies silu(gate) by up, and publishes one result for two rows. If q and k are normalised,
+// the blocks that attend do it where they rotate: one warp receives a whole head, so the mean square takes no barrier.
+// A wide fc has several passes, because a thread keeps the sums of a pass in registers.
+//
 // 12 layers take some 119 us, the head 15 us, and the draw 13 us. A layer takes 17,300 cycles. Five exchanges of 0.82
 // us are 7,000 of them. Instructions count too: a warp has some 2,600 in a layer, and two warps share a scheduler.
 // Four measures paid. Few threads poll, and share the words through shared memory. A warp leaves a poll together,
@@ -46,10 +51,10 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// plan.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16, INT8,
-// STREAM_BF16 and ROPE (0 or 1), KV_BITS (8, 16 or 32); and for each of QKV, PROJ, FC, FC_PROJ and HEAD its Plan:
-// NAME_ROWS, NAME_PASSES, NAME_TILES. persistent.py defines its CONSTANTS.
-constexpr int THREADS = 32 * WARPS, C = WIDTH, D = C / HEADS, KV_WIDTH = KV_HEADS * D;
+// plan.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCAB; BF16, INT8,
+// STREAM_BF16, ROPE, QK_NORM, RMS_NORM, RELU2 and SWIGLU (0 or 1), NORM_EPS, KV_BITS (8, 16 or 32); and for each of
+// QKV, PROJ, FC, FC_PROJ and HEAD its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES. persistent.py defines its CONSTANTS.
+constexpr int THREADS = 32 * WARPS, C = WIDTH, D = HEAD_DIM, Q_WIDTH = HEADS * D, KV_WIDTH = KV_HEADS * D;
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
 #define INF __uint_as_float(0x7F800000)
 
@@ -83,26 +88,28 @@ typedef Choice<KV_BITS == 8, e4m3, Choice<KV_BITS == 16, bf16, float>::Type>::Ty
 constexpr int TILE = 64 / sizeof(T), CHUNK = TILE / 4, TILE_ROW_BYTES = TILE * sizeof(W);  // bytes of a row
 constexpr int PER_WORD = 12 / sizeof(T);                                                   // results in a word
 
-// y = W x for W (N, K). A block makes ROWS results in each of PASSES passes. A pass comes in pieces of up to TILES
-// tiles.
-template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int WORD_COPIES_> struct Product {
+// N results of a W with K columns. A block multiplies ROWS rows in each of PASSES passes. A pass comes in pieces of up
+// to TILES tiles. A result takes one row, or two with swiglu.
+template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int WORD_COPIES_, int RESULT_ROWS_ = 1> struct Product {
   static constexpr int N = N_, K = K_, ROWS = ROWS_, PASSES = PASSES_;
-  static constexpr int WORD_COPIES = WORD_COPIES_;  // of the results
+  static constexpr int RESULT_ROWS = RESULT_ROWS_, RESULTS = ROWS / RESULT_ROWS;  // of a pass
+  static constexpr int WORD_COPIES = WORD_COPIES_;    // of the results
   static constexpr int SHARE = ROWS * PASSES, ROW_GROUPS = ceil_div(ROWS, 8), PADDED = 8 * ROW_GROUPS;
   static constexpr int ALL_TILES = ceil_div(K, TILE), TILES = smaller(TILES_, ALL_TILES);
   static constexpr int PIECES = ceil_div(ALL_TILES, TILES);  // in a pass
   static constexpr int WARP_TILES = ceil_div(TILES, WARPS);  // in a piece
   static constexpr int STRIDE = (ALL_TILES | 1) * TILE;      // from one sequence of x to the next: no bank conflicts
-  static constexpr int WORDS = ceil_div(SHARE, PER_WORD);    // per block and sequence
-  static constexpr int COPY = BATCH * BLOCKS * WORDS;        // words per copy
+  static constexpr int PARTS = BLOCKS * PASSES;              // of the results of a sequence
+  static constexpr int WORDS = ceil_div(RESULTS, PER_WORD);  // per part
+  static constexpr int COPY = BATCH * PARTS * WORDS;         // words per copy
   static constexpr int SUMS = smaller(PASSES, 2) * PADDED;   // per warp and sequence, in shared memory
   static constexpr i64 BYTES = (i64)SHARE * ALL_TILES * TILE_ROW_BYTES;  // of weights per block
   static DEVICE int piece_bytes(int piece) { return ROWS * tiles(piece) * TILE_ROW_BYTES; }
   static DEVICE int tiles(int piece) { return smaller(TILES, ALL_TILES - piece % PIECES * TILES); }
 };
-typedef Product<C + 2 * KV_WIDTH, C, QKV_ROWS, QKV_PASSES, QKV_TILES, 1> Qkv;
-typedef Product<C, C, PROJ_ROWS, PROJ_PASSES, PROJ_TILES, COPIES> Proj;
-typedef Product<HIDDEN, C, FC_ROWS, FC_PASSES, FC_TILES, COPIES> Fc;
+typedef Product<Q_WIDTH + 2 * KV_WIDTH, C, QKV_ROWS, QKV_PASSES, QKV_TILES, 1> Qkv;
+typedef Product<C, Q_WIDTH, PROJ_ROWS, PROJ_PASSES, PROJ_TILES, COPIES> Proj;
+typedef Product<HIDDEN, C, FC_ROWS, FC_PASSES, FC_TILES, COPIES, SWIGLU ? 2 : 1> Fc;
 typedef Product<C, HIDDEN, FC_PROJ_ROWS, FC_PROJ_PASSES, FC_PROJ_TILES, COPIES> FcProj;
 typedef Product<VOCAB, C, HEAD_ROWS, HEAD_PASSES, HEAD_TILES, 1> Head;
 
@@ -110,15 +117,17 @@ __host__ __device__ constexpr int largest(int a, int b, int c, int d, int e) {
   return larger(larger(larger(a, b), larger(c, d)), e);
 }
 constexpr int MOST_SUMS = largest(Qkv::SUMS, Proj::SUMS, Fc::SUMS, FcProj::SUMS, Head::SUMS);
-constexpr int NORM_BYTES = 2 * C * sizeof(T);  // gain and shift
+constexpr int X_STRIDE = larger(larger(Qkv::STRIDE, Proj::STRIDE), FcProj::STRIDE);  // the largest
+constexpr int NORM_SIZE = RMS_NORM ? C : 2 * C;  // the gain, and the shift of LayerNorm
+constexpr int NORM_BYTES = NORM_SIZE * sizeof(T);
 constexpr int LARGEST_TILES = largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
                                       FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
 constexpr int LARGEST_PIECE = larger(NORM_BYTES, TILE_ROW_BYTES * LARGEST_TILES);
 constexpr int LAYER_ROWS = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // of a layer, per block
 constexpr int ALL_ROWS = LAYERS * LAYER_ROWS + Head::SHARE;                       // per block
 constexpr i64 TOKEN_BYTES = LAYERS * (Qkv::BYTES + Proj::BYTES + Fc::BYTES + FcProj::BYTES) + Head::BYTES;  // a block's
-static_assert(Qkv::PASSES * Proj::PASSES * Fc::PASSES * FcProj::PASSES == 1, "only the head has several passes");
-static_assert(Fc::SHARE * (BLOCKS - 1) < HIDDEN, "every block has rows of fc");
+static_assert(Qkv::PASSES * Proj::PASSES * FcProj::PASSES == 1, "only fc and the head have several passes");
+static_assert(Fc::RESULTS * Fc::PASSES * (BLOCKS - 1) < HIDDEN, "every block has rows of fc");
 
 constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a sequence's keys
 constexpr bool HAS_SPLITS = MOST_SPLITS > 1;
@@ -138,7 +147,8 @@ struct Arguments {  // in the order of persistent.py
   const char* weights;                  // (BLOCKS, TOKEN_BYTES) of W
   const T* biases;                      // (BLOCKS, ALL_ROWS)
   const float* scales;                  // (BLOCKS, ALL_ROWS) with INT8
-  const T* norms;                       // (2 LAYERS + 1, 2, C): gain and shift of ln_1 and ln_2 of each layer, and ln_f
+  const T* norms;                       // (2 LAYERS + 1, NORM_SIZE): ln_1 and ln_2 of each layer, and ln_f
+  const T* qk_norms;                    // (LAYERS, 2, D): gains of q and k with QK_NORM
   const T *wte, *wpe;                   // (V, C), (wpe_rows, C)
   const float* frequencies;             // (D / 2,) of rotary positions
   KV *keys[LAYERS], *values[LAYERS];    // (BATCH, rows, KV_HEADS, D) each
@@ -159,7 +169,7 @@ struct Candidate {
 
 struct Scratch {  // in shared memory, besides the ring
   union {
-    alignas(16) T x[BATCH * larger(Qkv::STRIDE, FcProj::STRIDE)];
+    alignas(16) T x[BATCH * X_STRIDE];
     struct {
       T inputs[BATCH * Head::STRIDE];
       float logits[BATCH * Head::SHARE];
@@ -253,14 +263,14 @@ DEVICE void embed(Thread& my) {
     my.s.cosine[i] = cosf(angle);
     my.s.sine[i] = sinf(angle);
   }
-  constexpr int rows = BATCH * larger(Qkv::STRIDE, FcProj::STRIDE);
-  for (int i = my.thread; (C % TILE || HIDDEN % TILE) && i < rows; i += THREADS) my.s.x[i] = convert<T>(0);  // padding
+  constexpr bool PADDED = C % TILE || Q_WIDTH % TILE || HIDDEN % TILE;  // the last tile of x
+  for (int i = my.thread; PADDED && i < BATCH * X_STRIDE; i += THREADS) my.s.x[i] = convert<T>(0);
   my.mean = 0;
   synchronize_compute_warps();
 }
 
-// stream += branch, if there is one, and x = LayerNorm(stream). Few threads receive each sequence, because all blocks
-// poll the same words. One pass suffices, because it sums around the last mean.
+// stream += branch, if there is one, and x = norm(stream). Few threads receive each sequence, because all blocks poll
+// the same words. One pass suffices, because LayerNorm sums around the last mean. The mean of RMSNorm is 0.
 DEVICE void normalise(Thread& my, const Word* branch) {
   constexpr int AT_ONCE = balanced(WORDS_PER_THREAD, 8);
   const int sequence = my.warp() / WARPS_PER_SEQUENCE, first = my.thread % (32 * WARPS_PER_SEQUENCE);
@@ -290,7 +300,7 @@ DEVICE void normalise(Thread& my, const Word* branch) {
       for (int j = 0; j < PER_WORD; ++j) {
         if (branch && exists(j)) value[j] = convert<Stream>(to_float(value[j]) + number_in(word[i], j));
         const float x = exists(j) ? to_float(value[j]) - my.mean : 0;
-        sum += x;
+        if (!RMS_NORM) sum += x;
         squares += x * x;
       }
 #pragma unroll
@@ -300,7 +310,7 @@ DEVICE void normalise(Thread& my, const Word* branch) {
   }
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) {
-    sum += exchange(sum, my.lane() ^ mask);
+    if (!RMS_NORM) sum += exchange(sum, my.lane() ^ mask);
     squares += exchange(squares, my.lane() ^ mask);
   }
   Moments* warps = (Moments*)my.s.reduction;
@@ -312,8 +322,9 @@ DEVICE void normalise(Thread& my, const Word* branch) {
 #pragma unroll
     for (int warp = b * WARPS_PER_SEQUENCE; warp < (b + 1) * WARPS_PER_SEQUENCE; ++warp)
       sum += warps[warp].sum, squares += warps[warp].squares;
+    if (RMS_NORM) return Statistics{0, rsqrtf(squares * (1.0f / C) + NORM_EPS)};
     const float away = sum * (1.0f / C), variance = fmaxf(squares * (1.0f / C) - away * away, 0);
-    return Statistics{warps[b * WARPS_PER_SEQUENCE].mean + away, rsqrtf(variance + 1e-5f)};
+    return Statistics{warps[b * WARPS_PER_SEQUENCE].mean + away, rsqrtf(variance + NORM_EPS)};
   };
   constexpr int PAIRS = ceil_div(BATCH * C, 2 * THREADS);  // of channels of a thread, all loaded before any is stored
   float y[PAIRS][2];
@@ -325,7 +336,7 @@ DEVICE void normalise(Thread& my, const Word* branch) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float x = (to_float(my.s.stream[from + j]) - own.mean) * own.rstd;
-      y[i][j] = x * to_float(norm[c + j]) + to_float(norm[C + c + j]);
+      y[i][j] = x * to_float(norm[c + j]) + (RMS_NORM ? 0 : to_float(norm[C + c + j]));
     }
   }
 #pragma unroll
@@ -342,7 +353,11 @@ DEVICE void normalise(Thread& my, const Word* branch) {
 // ---- The launch
 
 DEVICE float gelu(float x) { return 0.5f * x * (1 + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))); }
+DEVICE float relu2(float x) { return x < 0 ? 0 : x * x; }  // keeps NaN
+DEVICE float silu(float x) { return __fdividef(x, 1 + exp2f(-LOG2E * x)); }
+
 DEVICE float identity(float x) { return x; }
+DEVICE float activate(float x) { return SWIGLU ? silu(x) : RELU2 ? relu2(x) : gelu(x); }
 
 DEVICE void run_attention(Thread& my, int layer) {
   const int qkv = layer * LAYER_ROWS, proj = qkv + Qkv::SHARE;
@@ -358,7 +373,7 @@ DEVICE void run_attention(Thread& my, int layer) {
 
 DEVICE void run_mlp(Thread& my, int layer) {
   const int fc = layer * LAYER_ROWS + Qkv::SHARE + Proj::SHARE, fc_proj = fc + Fc::SHARE;
-  multiply_and_publish<Fc>(my, fc, my.a.fc, gelu);
+  multiply_and_publish<Fc>(my, fc, my.a.fc, activate);
   mark(my);
   receive_hidden(my);
   mark(my);

@@ -6,6 +6,9 @@ weights while it waits for results. NVRTC compiles it for the model's sizes and 
 The kernel needs its own copy of the weights, in another order: 247 MB for 124M. In generation on an H200 in bf16, 124M
 makes 6,944 tokens/s at batch 1 (decode=triton: 5,155) and 33,277 with 8 sequences (34,016), and 1558M makes 906 at
 batch 1 (543).
+
+It also computes Llama's, SmolLM2's and Qwen3's shapes, whose speed was not measured yet. Constants choose the norm, the
+activation and the norm of queries and keys, so GPT-2's instructions are the same as without them.
 """
 
 import ctypes
@@ -20,17 +23,19 @@ from torch import Tensor
 
 from kernels import compat
 from kernels.cache import FP8, Cache
-from kernels.decode import FAILED_LAUNCH, Model, Weights, refuse_other_shapes
+from kernels.decode import FAILED_LAUNCH, Model, Weights
 from kernels.decode._persistent import emulator
 from kernels.decode._persistent.plan import (
     Plan,
     arrange_rows,
     arrange_weights,
+    count_blocks,
     count_warps,
-    hidden_units,
+    group_size,
     make_plans,
     sizes,
     stack_norms,
+    stack_qk_norms,
 )
 from kernels.gpu import SHARED_BYTES, gpu_unavailable, multiprocessors
 from kernels.registry import KernelError, Unavailable, cpp_compiler
@@ -39,11 +44,9 @@ from kernels.sampling import HASH_FACTORS, ID_FACTOR, NO_TOKEN, POSITION_FACTOR,
 
 FAMILY = "persistent_decode"
 RUNS = {"nvrtc": ("persistent_decode",)}
-COMPUTES = "hidden", "tie_embeddings", "rope_theta", "rope_scaling"  # the fields that may differ from GPT-2's
 SOURCE = Path(__file__).with_name("persistent.cu")
 MOST_SEQUENCES = 8
 COPIES = 4  # of the words that all blocks poll: with one, the polls queue for the same lines of the L2
-GROUP = 16  # logits in a group
 SPLIT_KEYS = 64  # in a split, or more if the blocks are too few: a block takes one split of one head of one sequence
 # TMA copies that a block has in flight, except for the head. A word waits for them on its way through the L2 cache:
 # with 2 copies, a token of 12 layers of 1558M took 347 us on an H200, and with 1 it took 332, both before forget()
@@ -51,7 +54,7 @@ FLYING = 1
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
 FIRST_FACTOR, SECOND_FACTOR = HASH_FACTORS
 CONSTANTS = (  # of persistent.cu
-    *("GROUP", "COPIES", "SPLIT_KEYS", "FLYING", "SHARED_BYTES", "TIMEOUT_NS"),
+    *("COPIES", "SPLIT_KEYS", "FLYING", "SHARED_BYTES", "TIMEOUT_NS"),
     *("ID_FACTOR", "POSITION_FACTOR", "FIRST_FACTOR", "SECOND_FACTOR", "NO_TOKEN"),
 )
 TIMING = False  # record in tensors["timeline"] the cycle at which block 0 begins a token and ends each interval
@@ -74,7 +77,7 @@ def detail() -> str:
 
 def check_sizes(weights: Weights, cache: Cache) -> None:
     """Raise Unavailable for a model or a cache that the kernel cannot take."""
-    keys, D, dtype = cache.kv[0][0], weights.head_dim, weights.wte.dtype
+    keys, C, D, dtype = cache.kv[0][0], weights.wte.shape[1], weights.head_dim, weights.wte.dtype
     reason = None
     if len(keys) > MOST_SEQUENCES:
         reason = f"decodes up to {MOST_SEQUENCES} sequences, not {len(keys)}"
@@ -82,6 +85,8 @@ def check_sizes(weights: Weights, cache: Cache) -> None:
         reason = f"supports float32 and bfloat16, and a cache in float8_e4m3fn, not {dtype} with {keys.dtype}"
     elif D % 8 or D > 256:
         reason = f"needs a multiple of 8 channels a head, and up to 256 channels, not {D}"
+    elif C % 8:
+        reason = f"needs a multiple of 8 channels, not {C}"
     elif not all(tensor.is_contiguous() for pair in cache.kv for tensor in pair):
         reason = "needs a contiguous cache"
     if reason:
@@ -101,7 +106,7 @@ def compile_for_gpu(options: tuple[str, ...], device: torch.device, blocks: int,
 def arguments_type(layers: int) -> type[ctypes.Structure]:
     """Return `struct Arguments` of persistent.cu."""
     groups = [
-        (ctypes.c_void_p, "weights biases scales norms wte wpe frequencies"),
+        (ctypes.c_void_p, "weights biases scales norms qk_norms wte wpe frequencies"),
         (ctypes.c_void_p * layers, "keys values"),
         (ctypes.c_void_p, "tokens positions seeds stops drawn logits"),
         (ctypes.c_void_p, "qkv partial proj fc fc_proj groups token failed timeline"),
@@ -124,8 +129,8 @@ class Packed:
         check_sizes(weights, cache)
         self.batch = len(cache.kv[0][0])
         self.wpe_rows = 0 if weights.wpe is None else len(weights.wpe)
-        device, hidden = weights.wte.device, hidden_units(weights)
-        self.blocks = ceil(hidden / ceil(hidden / multiprocessors(device)))  # so that each has rows of fc
+        device = weights.wte.device
+        self.blocks = count_blocks(weights, multiprocessors(device))
         warps = count_warps(weights, self.batch)
         plans = make_plans(weights, self.blocks, warps)
         constants = {name: globals()[name] for name in CONSTANTS}
@@ -166,18 +171,22 @@ class Packed:
         else:
             positions = {"wpe": weights.wpe.contiguous()}
         vectors |= {"norms": stack_norms(weights), "wte": weights.wte.contiguous()}
+        if weights.has_qk_norm:
+            vectors["qk_norms"] = stack_qk_norms(weights)
         return {"weights": matrices, **vectors, **positions}
 
     def exchange_memory(self, weights: Weights, plans: dict[str, Plan]) -> dict[str, Tensor]:
         """Return the memory of the words, by its names in `struct Arguments`. A word has 4 x 4 bytes."""
         heads, per_word = self.batch * weights.heads, 12 // weights.wte.itemsize
-        groups = self.batch * self.blocks * ceil(plans["HEAD"].share / GROUP)
-        words = {"groups": groups * (1 + ceil(GROUP / per_word)), "token": self.batch}
+        group = group_size(weights)
+        groups = self.batch * self.blocks * ceil(plans["HEAD"].share / group)
+        words = {"groups": groups * (1 + ceil(group / per_word)), "token": self.batch}
         # enough for both forms of these words, see publish_split() and publish_output()
         words["partial"] = COPIES * heads * max(1, self.blocks // heads) * weights.head_dim // 2
         for name in ("qkv", "proj", "fc", "fc_proj"):
             copies = 1 if name == "qkv" else COPIES  # only the blocks of one head poll the words of q, k and v
-            words[name] = copies * self.batch * self.blocks * ceil(plans[name.upper()].share / per_word)
+            plan = plans[name.upper()]  # swiglu's fc publishes half as many results as it has rows
+            words[name] = copies * self.batch * self.blocks * plan.passes * ceil(plan.rows / per_word)
         shapes = {name: (count, 4) for name, count in words.items()} | {"failed": (1,)}
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=weights.wte.device)
         timeline = zeros(2**17 if TIMING else 0)
@@ -204,9 +213,7 @@ class Packed:
 
 
 def pack(model: Model, cache: Cache) -> Packed:
-    weights = model.weights()
-    refuse_other_shapes("persistent", weights, COMPUTES)
-    return Packed(weights, cache)
+    return Packed(model.weights(), cache)
 
 
 def decode(packed: Packed, tokens: Tensor, cache: Cache) -> Tensor:

@@ -7,10 +7,9 @@ the instructions are not.
 """
 
 from kernels.cache import Cache
-from kernels.decode import Model, int8, refuse_other_shapes
+from kernels.decode import Model, int8
 from kernels.decode.int8 import LOSSY, quantize  # noqa: F401
 from kernels.decode.persistent import (  # noqa: F401
-    COMPUTES,
     FAMILY,
     RUNS,
     Packed,
@@ -22,9 +21,7 @@ from kernels.decode.persistent import (  # noqa: F401
 
 
 def pack(model: Model, cache: Cache) -> Packed:
-    weights = model.weights()
-    refuse_other_shapes("persistent_int8", weights, COMPUTES)
-    weights = weights.map_matrices(quantize)
+    weights = model.weights().map_matrices(quantize)
     packed = Packed(weights, cache)
     packed.weight_bytes = int8.weight_bytes(weights)
     return packed

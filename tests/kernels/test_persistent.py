@@ -14,11 +14,13 @@ from math import ceil
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import decode as contract
 from kernels.cache import FP8
 from kernels.check import broken_rule
 from kernels.decode import Model, int8, persistent, persistent_int8
+from kernels.decode._cases import LLAMA
 from kernels.decode._persistent import emulator, plan
 from kernels.registry import KernelError, Unavailable, cpp_compiler
 from kernels.sampling import NO_TOKEN, Sampling, sample_tokens, seeds_of
@@ -26,12 +28,7 @@ from tests.kernels.test_decode import dequantize
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-OTHER_SHAPES = {"norm", "norm_eps", "mlp", "qk_norm", "head_dim"}  # which it refuses
-ONE_TOKEN = [
-    name
-    for name, case in contract.CASES.items()
-    if case.get("tokens", 1) == 1 and case["batch"] <= 8 and OTHER_SHAPES.isdisjoint(case)
-]
+ONE_TOKEN = [name for name, case in contract.CASES.items() if case.get("tokens", 1) == 1 and case["batch"] <= 8]
 CASES = {name: contract.CASES[name] for name in ONE_TOKEN if name != "odd_width"}
 CASES |= {
     "padded_tiles": {"batch": 2, "lengths": [4, 9], "width": 40, "heads": 1, "vocab": 53},
@@ -129,7 +126,7 @@ def test_against_float64(case, dtype):
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, torch.bfloat16) for case in ("one", "ragged", "gqa", "padded_tiles", "eight_sequences")]
+    [(case, torch.bfloat16) for case in ("one", "ragged", "gqa", "padded_tiles", "eight_sequences", "llama", "qwen3")]
     + [(case, torch.float32) for case in ("ragged", "padded_tiles")],
 )
 def test_int8_is_the_model_with_rounded_weights(case, dtype):
@@ -155,6 +152,7 @@ def test_a_pass_larger_than_the_ring(monkeypatch):
     end.
     """
     monkeypatch.setattr(plan, "PIECE_BYTES", 1)  # as few tiles as there are warps
+    monkeypatch.setattr(plan, "MOST_FC_ROWS", 214)  # in one pass
     arguments = case_inputs({"batch": 1, "lengths": [5], "width": 160, "heads": 2, "vocab": 53})
     plans = plan.make_plans(arguments["weights"], 3, 4)
     assert (plans["FC"], plans["FC_PROJ"]) == (plan.Plan(214, 1, 4), plan.Plan(54, 1, 4))  # of 10 and 40 tiles
@@ -202,7 +200,8 @@ def draw_one_by_one(packed, tokens, cache, seeds, sampling, steps, stops=()):
 @pytest.mark.parametrize(
     ("case", "sampling"),
     [("ragged", sampling) for sampling in SAMPLINGS]
-    + [(case, sampling) for case in ("one", "fp8_ring") for sampling in ("greedy", "all", "both")],
+    + [(case, sampling) for case in ("one", "fp8_ring") for sampling in ("greedy", "all", "both")]
+    + [("llama", "greedy"), ("qwen3_ring", "both")],
 )
 def test_one_launch_draws_the_tokens_of_single_steps(case, sampling, launch):
     """Token for token, and it leaves the same cache. It changes neither its tokens nor its positions."""
@@ -218,6 +217,19 @@ def test_one_launch_draws_the_tokens_of_single_steps(case, sampling, launch):
         assert torch.equal(rows_of(own), rows_of(other))
         assert torch.equal(inputs[0], tokens)
         assert torch.equal(inputs[1], own.positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_large_vocabulary_is_drawn_in_larger_groups(dtype, monkeypatch):
+    """Groups of 32 logits give the tokens of groups of 16."""
+    weights, tokens, cache = case_inputs("ragged", dtype).values()
+    small = pack(weights, cache)
+    monkeypatch.setattr(plan, "LARGE_VOCAB", 96)
+    large = pack(weights, cache)
+    assert plan.group_size(weights) == 32
+    for name in ("greedy", "all", "both"):
+        draw = tokens, cache, seeds_of(7, 3, DEVICE), SAMPLINGS[name], 2, ()
+        assert torch.equal(*(persistent.generate_tokens(packed, *draw) for packed in (small, large)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -338,15 +350,18 @@ def test_several_splits_of_the_keys(case, dtype, launch):
     assert broken_rule(own, eager, truth, {"w": weights.wte}, dtype) is None
 
 
+@pytest.mark.parametrize(("case", "fc_rows", "fc_passes"), [("ragged", 11, 8), ("llama", 8, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_small_pieces_and_passes_change_no_bits(dtype, monkeypatch):
-    """A product in several pieces, and a head in several passes, add the same numbers in the same order."""
-    weights, tokens, cache = case_inputs("ragged", dtype, n_layer=1).values()
+def test_small_pieces_and_passes_change_no_bits(case, fc_rows, fc_passes, dtype, monkeypatch):
+    """A product in several pieces, and fc and a head in several passes, add the same numbers in the same order."""
+    weights, tokens, cache = case_inputs(case, dtype, n_layer=1).values()
     expected = persistent.decode(pack(weights, cache), tokens, copy_cache(cache))
     monkeypatch.setattr(plan, "PIECE_BYTES", 1)
     monkeypatch.setattr(plan, "MOST_HEAD_ROWS", 7)
+    monkeypatch.setattr(plan, "MOST_FC_ROWS", 12)
     plans = plan.make_plans(weights, blocks=3, warps=4)
     assert plans["HEAD"].passes == 5
+    assert plans["FC"][:2] == (fc_rows, fc_passes)
     assert plans["FC_PROJ"].tiles == 4
     if not GPU:
         assert torch.equal(persistent.decode(pack(weights, cache), tokens, copy_cache(cache)), expected)
@@ -471,59 +486,74 @@ def test_it_runs_on_a_cpu_for_tests_only(monkeypatch):
     assert "compute capability 9.0" in persistent.unavailable(cpu)
 
 
-def meta_inputs(width, heads, n_layer, batch, **changes):
-    """Return weights and cache of GPT-2's sizes in bf16, without memory."""
-    sizes = {"batch": 1, "lengths": [3], "rows": 4, "width": 16, "heads": 1, "n_layer": 1} | changes
-    weights, _, cache = contract.inputs(**sizes, dtype=torch.bfloat16).values()
-    hidden, vocab, meta = 4 * width, 50304, {"device": "meta", "dtype": torch.bfloat16}
-    layer = weights.layers[0]._replace(
-        qkv_weight=torch.empty(3 * width, width, **meta),
-        proj_weight=torch.empty(width, width, **meta),
-        fc_weight=torch.empty(hidden, width, **meta),
-        fc_proj_weight=torch.empty(width, hidden, **meta),
-    )
-    wte = torch.empty(vocab, width, **meta)
-    weights = weights._replace(wte=wte, head=wte, layers=(layer,) * n_layer, heads=heads, kv_heads=heads)
-    keys = cache.kv[0][0].new_empty(batch, 4, heads, width // heads)
-    return weights, cache._replace(kv=[(keys, keys)])
+LLAMA_1B = {"width": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192, "n_layer": 16, "vocab": 128256, **LLAMA}
+SIZES = contract.SHAPES | {"llama-3.2-1b": {"lengths": [128], **LLAMA_1B}}
 
 
-SIZES = {"124M": (768, 12, 12), "1558M": (1600, 25, 48)}
+def defined_on_an_h200(shape, batch, kv_dtype=None, quantize=None):
+    """Return the options -D of a shape in bf16 on 132 multiprocessors, and the plan of fc. No tensor has memory."""
+    with FakeTensorMode():
+        sizes = SIZES[shape] | {"batch": batch, "kv_dtype": kv_dtype, "rows": 256}
+        weights, _, cache = contract.inputs(**sizes, dtype=torch.bfloat16).values()
+        weights = weights.map_matrices(quantize) if quantize else weights
+    weights = weights._replace(wte=torch.empty(weights.wte.shape, dtype=torch.bfloat16, device="meta"))  # not on a CPU
+    blocks, warps = plan.count_blocks(weights, 132), plan.count_warps(weights, batch)
+    plans = plan.make_plans(weights, blocks, warps)
+    defined = plan.sizes(weights, cache, blocks, warps, plans)
+    return defined | {name: getattr(persistent, name) for name in persistent.CONSTANTS}
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize(
-    ("model", "batch", "kv_dtype", "quantize"),
+    ("shape", "batch", "kv_dtype", "quantize"),
     [
-        ("124M", 1, None, None),
-        pytest.param("124M", 8, FP8, None, marks=pytest.mark.exhaustive),
-        pytest.param("1558M", 1, None, int8.quantize, marks=pytest.mark.exhaustive),
-        pytest.param("1558M", 7, None, None, marks=pytest.mark.exhaustive),
+        ("124m", 1, None, None),
+        pytest.param("124m", 8, FP8, None, marks=pytest.mark.exhaustive),
+        pytest.param("1558m", 1, None, int8.quantize, marks=pytest.mark.exhaustive),
+        pytest.param("1558m", 7, None, None, marks=pytest.mark.exhaustive),
+        pytest.param("smollm2-135m", 1, None, None, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3-0.6b", 1, None, None, marks=pytest.mark.exhaustive),
+        pytest.param("llama-3.2-1b", 1, None, None, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_kernel_fits_into_a_multiprocessor(model, batch, kv_dtype, quantize, tmp_path):
+def test_the_kernel_fits_into_a_multiprocessor(shape, batch, kv_dtype, quantize, tmp_path):
     """nvcc compiles it for sm_90 almost without spills. Without forget() 1558M has 68 to 184 bytes."""
-    weights, cache = meta_inputs(*SIZES[model], batch, kv_dtype=kv_dtype)
-    weights = weights.map_matrices(quantize) if quantize else weights
-    blocks = ceil(plan.hidden_units(weights) / ceil(plan.hidden_units(weights) / 132))
-    warps = plan.count_warps(weights, batch)
+    defined = defined_on_an_h200(shape, batch, kv_dtype, quantize)
+    warps = defined["WARPS"]
     assert 8 <= warps <= 11
-    defined = plan.sizes(weights, cache, blocks, warps, plan.make_plans(weights, blocks, warps))
-    defined |= {name: getattr(persistent, name) for name in persistent.CONSTANTS}
     options = [f"-D{name}={value}" for name, value in defined.items()]
     command = ["nvcc", "-std=c++17", "-arch=sm_90", "-cubin", "-Xptxas=-v", *options, "-o", tmp_path / "kernel.cubin"]
     done = subprocess.run([*command, persistent.SOURCE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stderr.split("frame, ")[1].split(" bytes spill stores")[0]) <= 16
+    spilled = int(done.stderr.split("frame, ")[1].split(" bytes spill stores")[0])
+    assert spilled <= (64 if shape == "llama-3.2-1b" else 16)
     registers = int(done.stderr.split("Used ")[1].split(" registers")[0])
     assert registers <= 65_536 // (128 * ceil((warps + 1) / 4))  # warps get registers in fours
     assert persistent.SHARED_BYTES == 227 * 1024
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("shape", ["smollm2-135m", "qwen3-0.6b", "llama-3.2-1b"])
+def test_shapes_of_today_fit_into_an_h200(shape, batch):
+    """Every block has rows of fc, gate and up in pairs, and the assertions of persistent.cu hold.
+
+    One of them demands that the ring in shared memory has room for two pieces of weights.
+    """
+    defined, hidden = defined_on_an_h200(shape, batch), SIZES[shape]["hidden"]
+    rows, passes, blocks = defined["FC_ROWS"], defined["FC_PASSES"], defined["BLOCKS"]
+    assert rows % 2 == 0
+    assert 120 <= blocks <= 132
+    assert rows * passes * (blocks - 1) < 2 * hidden <= rows * passes * blocks
+    options = [f"-D{name}={value}" for name, value in defined.items()]
+    command = [cpp_compiler(), *emulator.FLAGS, "-fsyntax-only", *options, str(persistent.SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_row_of_a_matrix_has_a_block():
     """arrange_matrix() puts W[n, k] where the kernel looks for it: block, pass, tile, row, column."""
     weight = torch.arange(29 * 40, dtype=torch.float32).view(29, 40) + 1
-    chosen = plan.make_plan(weight, columns=16, blocks=2, warps=1, most_rows=7)
+    chosen = plan.make_plan(plan.Product("HEAD", weight, None, None), columns=16, blocks=2, warps=1, most_rows=7)
     assert (chosen.rows, chosen.passes, chosen.share) == (5, 3, 15)
     arranged = plan.arrange_matrix(chosen, weight, columns=16, order=range(8), blocks=2).view(2, 3, 3, 5, 16)
     for n, k in ((0, 0), (4, 39), (5, 16), (17, 31), (28, 7)):
@@ -536,13 +566,21 @@ def test_every_row_of_a_matrix_has_a_block():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "length"), [(1, 128), (1, 1000), (8, 128), (3, 500)])
-def test_gpt2_on_a_gpu(batch, length):
-    """124M in bf16 follows the rule. A launch of 40 tokens draws each token as PyTorch does after the same tokens.
+@pytest.mark.parametrize(
+    ("shape", "batch", "length"),
+    [
+        *(("124m", 1, 128), ("124m", 1, 1000), ("124m", 8, 128), ("124m", 3, 500)),
+        *(("smollm2-135m", 1, 128), ("smollm2-135m", 8, 500)),
+        *(("qwen3-0.6b", 1, 128), ("qwen3-0.6b", 3, 500)),
+    ],
+)
+def test_whole_models_on_a_gpu(shape, batch, length):
+    """A model in bf16 follows the rule. A launch of 40 tokens draws each token as PyTorch does after the same tokens.
 
     Scores differ in their last bits, and with top_k PyTorch may leave out one of two equal logits.
     """
-    sizes = contract.SHAPES["124m"] | {"batch": batch, "lengths": [length], "rows": 1088}
+    sizes = contract.SHAPES[shape] | {"batch": batch, "lengths": [length], "rows": 1088}
+    n_vocab = sizes["vocab"] - 47  # GPT-2 has 50,257 tokens, and 47 rows of padding
     arguments = case_inputs(sizes, torch.bfloat16)
     weights, tokens, cache = arguments.values()
     packed = pack(weights, cache)
@@ -551,7 +589,7 @@ def test_gpt2_on_a_gpu(batch, length):
     own = {"y": persistent.decode(packed, tokens, copy_cache(cache))}
     reason = broken_rule(own, eager, truth, {"w": weights.wte}, torch.bfloat16)
     assert reason is None, reason
-    for sampling in (Sampling(50257, 0), Sampling(50257, 0.8, 200), Sampling(50257, 1.0, 0, 0.9)):
+    for sampling in (Sampling(n_vocab, 0), Sampling(n_vocab, 0.8, 200), Sampling(n_vocab, 1.0, 0, 0.9)):
         seeds, one, other, equal = seeds_of(3, batch, DEVICE), copy_cache(cache), copy_cache(cache), 0
         drawn = persistent.generate_tokens(packed, tokens, one, seeds, sampling, 40, ())
         last = tokens

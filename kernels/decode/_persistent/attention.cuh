@@ -12,24 +12,62 @@ DEVICE Vector<KV, 8> load_row(const KV* from, bool exists) {
   return row;
 }
 
-// Receive q, k and v of a head, and rotate q and k. q is scaled for scores in base 2. One block for each head of k and
-// v writes them into the cache. All read them as the cache rounds them.
-DEVICE void receive_head(Thread& my, int layer, int b, int head, int row, bool writes) {
-  const int kv_head = head / (HEADS / KV_HEADS);
+// Rotate channel d of q or k of sequence b. `other` is the channel that it rotates with, d - D / 2 or d + D / 2.
+DEVICE float rotate(const Thread& my, int b, int d, float x, float other) {
+  const int angle = b * (D / 2) + d % (D / 2);
+  return rounded<T>(x * my.s.cosine[angle] + other * (d < D / 2 ? -1 : 1) * my.s.sine[angle]);
+}
+
+// Receive q, k and v of a head, and call store(kind, d, x) for each channel: kind 0 is q, 1 is k and 2 is v.
+template <class First, class Store> DEVICE void receive_channels(Thread& my, int b, First first_row, Store store) {
   for (int start = 32 * my.warp(); start < 3 * D; start += THREADS) {
-    const int i = smaller(start + my.lane(), 3 * D - 1), kind = i / D, d = i % D;  // kind: q, k or v
+    const int i = smaller(start + my.lane(), 3 * D - 1), kind = i / D, d = i % D, first = first_row(kind);
     const int partner = d < D / 2 ? d + D / 2 : d - D / 2;
-    const int first = kind == 0 ? head * D : C + (kind - 1) * KV_WIDTH + kv_head * D;
     const bool rotates = ROPE && kind < 2;
     Word word[2];
     receive(my, word, [&](int j) { return my.a.qkv + word_index<Qkv>(b, first + (j == 0 ? d : partner)); },
             [&](int j) { return j == 0 || rotates; });
-    float x = result_in<Qkv>(word[0], first + d);
-    if (rotates) {
-      const int angle = b * (D / 2) + d % (D / 2);
-      const float other = result_in<Qkv>(word[1], first + partner) * (d < D / 2 ? -1 : 1);
-      x = rounded<T>(x * my.s.cosine[angle] + other * my.s.sine[angle]);
-    }
+    const float x = result_in<Qkv>(word[0], first + d);
+    store(kind, d, rotates ? rotate(my, b, d, x, result_in<Qkv>(word[1], first + partner)) : x);
+  }
+}
+
+// The same with RMSNorm of q and k. One warp has the whole q, k or v, so the mean square needs no other warp. A lane
+// has channels that rotate together.
+template <class First, class Store>
+DEVICE void receive_and_normalise(Thread& my, int layer, int b, First first_row, Store store) {
+  constexpr int CHANNELS = 2 * ceil_div(D, 64);  // of a lane
+  const int kind = my.warp(), first = first_row(kind);
+  if (kind > 2) return;
+  auto exists = [&](int i) { return D % 64 == 0 || my.lane() + i / 2 * 32 < D / 2; };
+  auto channel = [&](int i) { return my.lane() + i / 2 * 32 + i % 2 * (D / 2); };
+  float x[CHANNELS], gain[CHANNELS], squares = 0;
+  Word word[CHANNELS];
+#pragma unroll
+  for (int i = 0; i < CHANNELS; ++i)  // before the wait
+    gain[i] = kind < 2 && exists(i) ? to_float(my.a.qk_norms[(2 * layer + kind) * D + channel(i)]) : 1;
+  receive(my, word, [&](int i) { return my.a.qkv + word_index<Qkv>(b, first + channel(i)); }, exists);
+#pragma unroll
+  for (int i = 0; i < CHANNELS; ++i) {
+    x[i] = result_in<Qkv>(word[i], first + channel(i));
+    squares += x[i] * x[i];
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) squares += exchange(squares, my.lane() ^ mask);
+  const float rstd = kind < 2 ? rsqrtf(squares * (1.0f / D) + NORM_EPS) : 1;
+#pragma unroll
+  for (int i = 0; i < CHANNELS; ++i) x[i] *= rstd * gain[i];
+#pragma unroll
+  for (int i = 0; i < CHANNELS; ++i)
+    if (exists(i)) store(kind, channel(i), kind < 2 ? rotate(my, b, channel(i), x[i], x[i ^ 1]) : x[i]);
+}
+
+// q is scaled for scores in base 2. One block for each head of k and v writes them into the cache. All read them as the
+// cache rounds them.
+DEVICE void receive_head(Thread& my, int layer, int b, int head, int row, bool writes) {
+  const int kv_head = head / (HEADS / KV_HEADS);
+  auto first_row = [&](int kind) { return kind == 0 ? head * D : Q_WIDTH + (kind - 1) * KV_WIDTH + kv_head * D; };
+  auto store = [&](int kind, int d, float x) {
     if (kind == 0) {
       my.s.query[d] = x * (LOG2E * rsqrtf(D));
     } else {
@@ -38,7 +76,11 @@ DEVICE void receive_head(Thread& my, int layer, int b, int head, int row, bool w
       KV* cache = (kind == 1 ? my.a.keys : my.a.values)[layer];
       if (writes) cache[(((i64)b * my.a.rows + row) * KV_HEADS + kv_head) * D + d] = stored;
     }
-  }
+  };
+  if constexpr (QK_NORM)
+    receive_and_normalise(my, layer, b, first_row, store);
+  else
+    receive_channels(my, b, first_row, store);
   synchronize_compute_warps();
 }
 
@@ -173,7 +215,7 @@ DEVICE void attend(Thread& my, int layer) {
 
 // A thread has pairs of channels, because a word has one.
 DEVICE void merge_splits(Thread& my) {
-  constexpr int PAIRS = BATCH * C / 2, S = balanced(MOST_SPLITS, 8);
+  constexpr int PAIRS = BATCH * Q_WIDTH / 2, S = balanced(MOST_SPLITS, 8);
   constexpr int E = balanced(ceil_div(PAIRS, THREADS), smaller(16 / S, 8));
   int most = 0;
   for (int b = 0; b < BATCH; ++b) most = larger(most, my.s.splits[b]);
@@ -185,7 +227,7 @@ DEVICE void merge_splits(Thread& my) {
 #pragma unroll
     for (int e = 0; e < E; ++e) {
       top[e] = LOWEST, sum[e] = 0, y[e][0] = 0, y[e][1] = 0;
-      splits[e] = pair(e) < PAIRS ? my.s.splits[pair(e) / (C / 2)] : 0;
+      splits[e] = pair(e) < PAIRS ? my.s.splits[pair(e) / (Q_WIDTH / 2)] : 0;
       words[e] = my.a.partial + my.block % COPIES * PARTIAL_WORDS + pair(e) / (D / 2) * (MOST_SPLITS * SPLIT_WORDS) +
                  pair(e) % (D / 2);
     }
@@ -214,7 +256,7 @@ DEVICE void merge_splits(Thread& my) {
 #pragma unroll
     for (int e = 0; e < E; ++e) {
       if (pair(e) >= PAIRS) continue;
-      T* x = my.s.x + pair(e) / (C / 2) * Proj::STRIDE + 2 * (pair(e) % (C / 2));
+      T* x = my.s.x + pair(e) / (Q_WIDTH / 2) * Proj::STRIDE + 2 * (pair(e) % (Q_WIDTH / 2));
       for (int j = 0; j < 2; ++j) x[j] = convert<T>(__fdividef(y[e][j], sum[e]));
     }
   }
@@ -224,6 +266,6 @@ DEVICE void combine(Thread& my) {  // x = the outputs of all heads
   if constexpr (HAS_SPLITS)
     merge_splits(my);
   else
-    receive_x<D, HEADS, C, Proj::STRIDE>(my, my.a.partial + my.block % COPIES * PARTIAL_WORDS);
+    receive_x<D, HEADS, Q_WIDTH, Proj::STRIDE>(my, my.a.partial + my.block % COPIES * PARTIAL_WORDS);
   synchronize_compute_warps();
 }

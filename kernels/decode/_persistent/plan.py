@@ -14,6 +14,8 @@ from kernels.decode._step import split_scales
 # 12 layers of 1558M took 393 us with 14,000, and 355 us with 18,000 (measured before FLYING limited the copies)
 PIECE_BYTES = 18_000
 MOST_HEAD_ROWS = 24  # most rows of a block in one pass over the head
+MOST_FC_ROWS = 64  # the same of fc: a thread's sums of 64 rows take 64 registers
+LARGE_VOCAB = 2**16  # with more logits, their groups are larger: group_size()
 X_BYTES = 64  # the bytes of x that a tile multiplies: it has 32 columns in bf16
 # How 8 columns lie in memory if tensor cores multiply them: pair() in numbers.cuh and multiply_tile() say why
 ORDERS = {torch.bfloat16: [0, 1, 4, 5, 2, 3, 6, 7], torch.int8: [0, 4, 1, 5, 2, 6, 3, 7]}
@@ -39,20 +41,28 @@ class Product(NamedTuple):
     weight: Tensor  # (N, K)
     scales: Tensor | None  # (N,) fp32 if W is in int8
     bias: Tensor | None  # (N,)
+    pairs: bool = False  # the first half of the rows are those of swiglu's gate, and the second half those of up
+
+    def arrange(self, field: str) -> Tensor | None:
+        """Return a field in the order of the blocks: each row of the gate, and the same unit's row of up."""
+        rows = getattr(self, field)
+        return torch.stack(rows.chunk(2), dim=1).flatten(0, 1) if self.pairs and rows is not None else rows
 
 
 def tile_columns(weights: Weights) -> int:
     return X_BYTES // weights.wte.itemsize
 
 
-def make_plan(weight: Tensor, columns: int, blocks: int, warps: int, most_rows: int | None = None) -> Plan:
+def make_plan(product: Product, columns: int, blocks: int, warps: int, most_rows: int | None = None) -> Plan:
     """Return the plan for W (N, K) in tiles of `columns` columns: one pass, or several of at most `most_rows` rows."""
-    N, K = weight.shape
-    rows = share = ceil(N / blocks)
+    N, K = product.weight.shape
+    step = 2 if product.pairs else 1
+    rows = share = ceil(N / step / blocks) * step
     if most_rows and share > most_rows:  # the fewest rows of padding, then the fewest passes
-        rows = min(range(most_rows // 2 + 1, most_rows + 1), key=lambda rows: (-share % rows, -rows))
+        choices = [rows for rows in range(most_rows // 2 + 1, most_rows + 1) if rows % step == 0]
+        rows = min(choices, key=lambda rows: (-share % rows, -rows))
     tiles = ceil(K / columns)
-    fitting = PIECE_BYTES // (columns * weight.itemsize * rows)
+    fitting = PIECE_BYTES // (columns * product.weight.itemsize * rows)
     if fitting < tiles:  # give all warps the same number of tiles, if possible in every piece
         even = [n for n in range(warps, fitting + 1, warps) if tiles % n == 0]
         tiles = max(even, default=max(1, fitting // warps) * warps)
@@ -61,10 +71,19 @@ def make_plan(weight: Tensor, columns: int, blocks: int, warps: int, most_rows: 
 
 def make_plans(weights: Weights, blocks: int, warps: int) -> dict[str, Plan]:
     """Return {name of a product in persistent.cu: its plan}. All layers have the same sizes."""
-    columns = tile_columns(weights)
+    columns, most_rows = tile_columns(weights), {"FC": MOST_FC_ROWS, "HEAD": MOST_HEAD_ROWS}
     *layers, head = products(weights)
-    plans = {product.name: make_plan(product.weight, columns, blocks, warps) for product in layers[:4]}
-    return plans | {"HEAD": make_plan(head.weight, columns, blocks, warps, MOST_HEAD_ROWS)}
+    return {
+        product.name: make_plan(product, columns, blocks, warps, most_rows.get(product.name))
+        for product in (*layers[:4], head)
+    }
+
+
+def count_blocks(weights: Weights, multiprocessors: int) -> int:
+    """Return the blocks of a launch: one on each multiprocessor, but only as many as have rows of fc."""
+    fc = products(weights)[2]
+    most = make_plan(fc, tile_columns(weights), multiprocessors, warps=1, most_rows=MOST_FC_ROWS)
+    return ceil(len(fc.weight) / most.share)
 
 
 def count_warps(weights: Weights, batch: int) -> int:
@@ -75,13 +94,18 @@ def count_warps(weights: Weights, batch: int) -> int:
     return max((warps for warps in range(8, 12) if tiles % warps == 0), default=11)
 
 
-def hidden_units(weights: Weights) -> int:
-    return len(split_scales(weights.layers[0].fc_weight)[0])
+def group_size(weights: Weights) -> int:
+    """Return how many logits are in a group of the draw. A thread keeps the summaries of its groups in registers.
+
+    Of Qwen3's 151,936 logits a thread has 38 groups of 16. They take 76 registers, and the compiler spills 356 bytes.
+    """
+    return 32 if len(weights.wte) > LARGE_VOCAB else 16
 
 
-def sizes(weights: Weights, cache: Cache, blocks: int, warps: int, plans: dict[str, Plan]) -> dict[str, int]:
-    """Return the sizes that persistent.cu needs, by their names there."""
+def sizes(weights: Weights, cache: Cache, blocks: int, warps: int, plans: dict[str, Plan]) -> dict[str, int | str]:
+    """Return the sizes and choices that persistent.cu needs, by their names there."""
     keys = cache.kv[0][0]
+    fc_proj, _ = split_scales(weights.layers[0].fc_proj_weight)
     return {
         "BLOCKS": blocks,
         "WARPS": warps,
@@ -90,9 +114,16 @@ def sizes(weights: Weights, cache: Cache, blocks: int, warps: int, plans: dict[s
         "WIDTH": weights.wte.shape[1],
         "HEADS": weights.heads,
         "KV_HEADS": weights.kv_heads,
-        "HIDDEN": hidden_units(weights),
+        "HEAD_DIM": weights.head_dim,
+        "HIDDEN": fc_proj.shape[1],
         "VOCAB": len(weights.wte),
+        "GROUP": group_size(weights),
         "ROPE": int(weights.wpe is None),
+        "QK_NORM": int(weights.has_qk_norm),
+        "RMS_NORM": int(weights.norm == "rmsnorm"),
+        "NORM_EPS": f"{weights.norm_eps}f",
+        "RELU2": int(weights.mlp == "relu2"),
+        "SWIGLU": int(weights.mlp == "swiglu"),
         "BF16": int(weights.wte.dtype == torch.bfloat16),
         "INT8": int(split_scales(weights.head)[0].dtype == torch.int8),
         "STREAM_BF16": int(weights.stream_dtype == torch.bfloat16),
@@ -107,7 +138,8 @@ def products(weights: Weights) -> list[Product]:
     for layer in weights.layers:
         for name in ("qkv", "proj", "fc", "fc_proj"):
             weight, scales = split_scales(getattr(layer, f"{name}_weight"))
-            found.append(Product(name.upper(), weight, scales, getattr(layer, f"{name}_bias")))
+            pairs = name == "fc" and weights.mlp == "swiglu"
+            found.append(Product(name.upper(), weight, scales, getattr(layer, f"{name}_bias"), pairs))
     weight, scales = split_scales(weights.head)
     return [*found, Product("HEAD", weight, scales, bias=None)]
 
@@ -116,7 +148,7 @@ def arrange_weights(weights: Weights, plans: dict[str, Plan], blocks: int) -> Te
     """Return all matrices as (blocks, elements): what each block multiplies, in the order of use."""
     columns, all_products = tile_columns(weights), products(weights)
     order = ORDERS[all_products[0].weight.dtype] if weights.wte.dtype == torch.bfloat16 else list(range(8))
-    parts = [arrange_matrix(plans[each.name], each.weight, columns, order, blocks) for each in all_products]
+    parts = [arrange_matrix(plans[each.name], each.arrange("weight"), columns, order, blocks) for each in all_products]
     return torch.cat(parts, dim=1)
 
 
@@ -140,7 +172,7 @@ def arrange_rows(weights: Weights, plans: dict[str, Plan], blocks: int, field: s
     """
     parts = []
     for product in products(weights):
-        plan, vector = plans[product.name], getattr(product, field)
+        plan, vector = plans[product.name], product.arrange(field)
         padded = torch.zeros(blocks * plan.share, dtype=dtype, device=weights.wte.device)
         if vector is not None:
             padded[: len(vector)] = vector
@@ -149,7 +181,17 @@ def arrange_rows(weights: Weights, plans: dict[str, Plan], blocks: int, field: s
 
 
 def stack_norms(weights: Weights) -> Tensor:
-    """Return (4 layers + 2, C): gain and shift of ln_1 and ln_2 of each layer, and of ln_f. A missing shift is 0."""
+    """Return (4 layers + 2, C): gain and shift of ln_1 and ln_2 of each layer, and of ln_f. A missing shift is 0.
+
+    RMSNorm has no shift, so then it is (2 layers + 1, C).
+    """
     norms = [(layer.ln_1_weight, layer.ln_1_bias, layer.ln_2_weight, layer.ln_2_bias) for layer in weights.layers]
     flat = [*(vector for norm in norms for vector in norm), weights.ln_f_weight, weights.ln_f_bias]
+    if weights.norm == "rmsnorm":
+        flat = flat[::2]
     return torch.stack([torch.zeros_like(weights.ln_f_weight) if vector is None else vector for vector in flat])
+
+
+def stack_qk_norms(weights: Weights) -> Tensor:
+    """Return (2 layers, D): the gains of the norms of queries and of keys of each layer."""
+    return torch.stack([gain for layer in weights.layers for gain in (layer.q_norm_weight, layer.k_norm_weight)])

@@ -44,7 +44,7 @@ DEVICE bool feed_token(Thread& my, Feeder& f) {
   f.source = my.a.weights + my.block * TOKEN_BYTES;
   for (int half = 0; half <= 2 * LAYERS; ++half) {
     // A norm and the head wait for no copy: with FLYING for the norm, 12 layers of 1558M took 318 us instead of 309
-    const bool fed = feed_piece(my, f, (const char*)(my.a.norms + half * 2 * C), NORM_BYTES, MOST_PIECES) &&
+    const bool fed = feed_piece(my, f, (const char*)(my.a.norms + half * NORM_SIZE), NORM_BYTES, MOST_PIECES) &&
                      (half == 2 * LAYERS ? feed<Head>(my, f, MOST_PIECES)
                       : half % 2         ? feed<Fc>(my, f, FLYING) && feed<FcProj>(my, f, FLYING)
                                          : feed<Qkv>(my, f, FLYING) && feed<Proj>(my, f, FLYING));
@@ -186,10 +186,10 @@ DEVICE float apply_scale(Thread& my, int row, float sum) { return INT8 ? sum * m
 
 constexpr int LANES = 30;  // of a warp, whose results fill whole words: 5 in bf16, 10 in fp32
 
-// Publish epilogue(sum + bias) for the block's rows, whose biases and scales begin at first_row. A warp takes LANES
-// results of one copy at a time.
+// Publish epilogue(sum + bias) for the rows of a pass, whose biases and scales begin at first_row. If a result takes
+// two rows, the second row's sum + bias multiplies it. A warp takes LANES results of one copy at a time.
 template <class P, class Epilogue>
-DEVICE void publish(Thread& my, const float* warp_sums, int first_row, Word* words, Epilogue epilogue) {
+DEVICE void publish(Thread& my, int pass, const float* warp_sums, int first_row, Word* words, Epilogue epilogue) {
   constexpr int RESULTS = P::WORDS * PER_WORD;  // of a sequence, padded
   constexpr int PARTS = ceil_div(BATCH * RESULTS, LANES);
   constexpr int ITEMS = P::WORD_COPIES * PARTS;
@@ -199,18 +199,23 @@ DEVICE void publish(Thread& my, const float* warp_sums, int first_row, Word* wor
     const int item = my.warp() + round * WARPS;
     if (item >= ITEMS) break;
     const int place = item % PARTS * LANES + lane, b = place / RESULTS, i = place % RESULTS;
-    const int row = my.block * P::SHARE + i;
-    const bool exists = lane < LANES && b < BATCH && i < P::SHARE && row < P::N;
-    const float sum = exists ? apply_scale(my, first_row + i, total<P>(warp_sums, b, i)) : 0;
-    const float result = exists ? epilogue(sum + to_float(my.s.bias[first_row + i])) : 0;
-    const Word word = pack_numbers(result, lane, my.epoch);
-    if (exists && lane % PER_WORD == 0) store_word(words + item / PARTS * P::COPY + word_index<P>(b, row), word);
+    const int result = (my.block * P::PASSES + pass) * P::RESULTS + i;
+    const bool exists = lane < LANES && b < BATCH && i < P::RESULTS && result < P::N;
+    const int row = i * P::RESULT_ROWS;
+    auto sum = [&](int row) { return exists ? apply_scale(my, first_row + row, total<P>(warp_sums, b, row)) : 0; };
+    auto bias = [&](int row) { return to_float(my.s.bias[first_row + row]); };
+    float number = exists ? epilogue(sum(row) + bias(row)) : 0;
+    if (P::RESULT_ROWS == 2 && exists) number *= sum(row + 1) + bias(row + 1);
+    const Word word = pack_numbers(number, lane, my.epoch);
+    if (exists && lane % PER_WORD == 0) store_word(words + item / PARTS * P::COPY + word_index<P>(b, result), word);
   }
 }
 
 template <class P, class Epilogue>
 DEVICE void multiply_and_publish(Thread& my, int first_row, Word* words, Epilogue epilogue) {
-  multiply<P>(my, [&](int, const float* warp_sums) { publish<P>(my, warp_sums, first_row, words, epilogue); });
+  multiply<P>(my, [&](int pass, const float* warp_sums) {
+    publish<P>(my, pass, warp_sums, first_row + pass * P::ROWS, words, epilogue);
+  });
 }
 
 // x = RESULTS results of each sequence, in PARTS parts of SHARE. A part begins with a new word.
@@ -249,6 +254,6 @@ template <int SHARE, int PARTS, int RESULTS, int STRIDE> DEVICE void receive_x(T
 // x = the hidden units. A block without rows of fc_proj needs none, and might come so late that it finds newer words.
 DEVICE void receive_hidden(Thread& my) {
   if (my.block * FcProj::SHARE < FcProj::N)
-    receive_x<Fc::SHARE, BLOCKS, HIDDEN, FcProj::STRIDE>(my, my.a.fc + my.block % COPIES * Fc::COPY);
+    receive_x<Fc::RESULTS, Fc::PARTS, HIDDEN, FcProj::STRIDE>(my, my.a.fc + my.block % COPIES * Fc::COPY);
   synchronize_compute_warps();
 }

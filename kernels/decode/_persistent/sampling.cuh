@@ -1,6 +1,6 @@
 // The next token of each sequence, as kernels/sampling.py draws it.
 //
-// Every block publishes its logits in groups of 16, and a summary of each group: the largest logit, the sum of
+// Every block publishes its logits in groups of 16 or 32, and a summary of each group: the largest logit, the sum of
 // probabilities and, without top_k, the best score = logit / temperature - log(noise). Block b draws for sequence b.
 // With top_k it reads only the groups with the k largest maxima, or a few more, because they hold the k largest logits,
 // and scores their logits. The id with the best score is the proposal. It is rejected if k or more logits are larger,

@@ -41,8 +41,8 @@ template <int N, class At, class Exists> DEVICE void receive(Thread& my, Word (&
   }
 }
 
-template <class P> DEVICE int word_index(int b, int row) {  // of a result
-  return (b * BLOCKS + row / P::SHARE) * P::WORDS + row % P::SHARE / PER_WORD;
+template <class P> DEVICE int word_index(int b, int result) {
+  return (b * P::PARTS + result / P::RESULTS) * P::WORDS + result % P::RESULTS / PER_WORD;
 }
 
 DEVICE void take_bits(float& to, u32 bits, int) { to = __uint_as_float(bits); }
@@ -74,8 +74,8 @@ DEVICE Word pack_numbers(float number, int lane, u32 epoch) {
   return word;
 }
 
-template <class P> DEVICE float result_in(const Word& word, int row) {
-  return number_in(word, row % P::SHARE % PER_WORD);
+template <class P> DEVICE float result_in(const Word& word, int result) {
+  return number_in(word, result % P::RESULTS % PER_WORD);
 }
 
 DEVICE Word make_word(float a, float b, float c, u32 epoch) {
