@@ -173,11 +173,9 @@ def complete_config(cfg: DictConfig) -> None:
     pretrained.take_model_config(cfg)
 
 
-@commands.command(Config, "config", errors=(data.DataError,), complete=complete_config)
-def main(cfg: Config) -> None:
-    if supervise.takes_over(cfg):  # kernels that are not of this repo cannot prove themselves: see lab/judge/README.md
-        return
-    t, device, recipe = cfg.train, machine.select_device(rank_device(cfg.device)), Recipe.of(cfg)
+def run_recipe(cfg: Config, recipe: Recipe) -> None:
+    """Train as the config says. The recipe builds the model and the optimizer: `Recipe.of(cfg)`, or a peer's."""
+    t, device = cfg.train, machine.select_device(rank_device(cfg.device))
     compiling.reset()
     with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:
         sizes = cost.figures(cfg.model, t.block_size) | {"world_size": ranks.world_size}
@@ -201,21 +199,19 @@ def main(cfg: Config) -> None:
         ):
             run.row |= sizes | {"kernels": recipe.chosen_kernels, "env": machine.environment(device)}
             run.row["checks"] = ranks.run_on_rank0(lambda: recipe.check_kernels(device))
-            job = prepare_job(
-                recipe,
-                t,
-                cfg.data,
-                config=asdict(cfg),
-                resume_from=resume_from,
-                device=device,
-                ranks=ranks,
-                run=run,
-                ceiling=machine.Ceiling(**speed),
-            )
+            parts = {"device": device, "ranks": ranks, "run": run, "ceiling": machine.Ceiling(**speed)}
+            job = prepare_job(recipe, t, cfg.data, config=asdict(cfg), resume_from=resume_from, **parts)
             checkpoints, meter = begin(job, resume_from, ended)
             due = resume.end_run(run, ended, checkpoints, signals) if ended else train(job, checkpoints, meter, signals)
             finish(job, due, signals)
         print(f"done     {run.folder / 'result.json'}")
+
+
+@commands.command(Config, "config", errors=(data.DataError,), complete=complete_config)
+def main(cfg: Config) -> None:
+    if supervise.takes_over(cfg):  # kernels that are not of this repo cannot prove themselves: see lab/judge/README.md
+        return
+    run_recipe(cfg, Recipe.of(cfg))
 
 
 if __name__ == "__main__":

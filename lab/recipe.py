@@ -24,6 +24,7 @@ CHECKED_TOKENS = 128  # of the call with which a new backend is checked before a
 class Recipe:
     """The groups of the config that decide what a training step computes."""
 
+    is_ours = True  # False: it builds another system's model (lab/peers.py)
     model: GPTConfig
     kernels: KernelsConfig
     attn: AttnConfig

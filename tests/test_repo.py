@@ -167,8 +167,8 @@ def test_no_function_is_handed_to_a_lower_room():
     assert parameters_of_higher_functions(MODULES) == []
 
 
-# What may take the whole config of train.py: it repeats a whole training
-REPEATS_A_TRAINING = ("lab.recipe.of", "lab.judge.supervise.", "lab.judge.trial.")
+# What may take the whole config of train.py: it makes or repeats a whole training
+REPEATS_A_TRAINING = ("train.run_recipe", "lab.recipe.of", "lab.judge.supervise.", "lab.judge.trial.")
 
 
 def test_only_main_takes_the_whole_config():

@@ -269,11 +269,14 @@ def usable_gib(device: torch.device) -> float | None:
 
 @contextmanager
 def suggest_batch_size(recipe: Recipe, train: TrainConfig, device: torch.device, ranks: Ranks) -> Iterator[None]:
-    """If the GPU runs out of memory, add the largest batch size that is predicted to fit to the error message."""
+    """If the GPU runs out of memory, add the largest batch size that is predicted to fit to the error message.
+
+    Nothing is predicted for a model that is not ours.
+    """
     try:
         yield
     except OutOfMemory as full:
-        gib = usable_gib(device)
+        gib = usable_gib(device) if recipe.is_ours else None
         size = largest_batch_size(recipe, train, device, gib) if gib and ranks.single else None
         if size is None:
             raise

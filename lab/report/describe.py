@@ -55,8 +55,11 @@ def backends_of(row: dict) -> dict[str, str]:
 def kernels_cell(row: dict) -> str:
     """Return a name such as "triton", "eager+triton" or "triton+compile"; eager under torch.compile is "compile".
 
+    For a row of scripts.peers, return what ran instead of our model: "transformers 5.17.0 + torch.compile".
     With train.cuda_graph=false the name ends with "no CUDA graph". Other runs capture their steps where it is possible.
     """
+    if peer := peer_name(row):
+        return peer
     kernels, train = row["config"]["kernels"], row["config"].get("train", {})
     backends = backends_of(row)
     names = preset_name(backends) or "+".join(sorted(set(backends.values())))
@@ -65,6 +68,11 @@ def kernels_cell(row: dict) -> str:
     names += compile_mode(kernels)
     names += fp8_and_optimizer(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
     return names + (", Muon" if row["config"].get("optim", {}).get("name") == "muon" else "")
+
+
+def peer_name(row: dict) -> str | None:
+    """Return what a row of scripts.peers measures, such as "transformers 5.17.0 + torch.compile"; otherwise None."""
+    return row.get("kernels", {}).get("peer")
 
 
 def fp8_and_optimizer(kernels: dict) -> str:
@@ -126,7 +134,9 @@ def prefill_name(row: dict) -> str:
 
 
 def kernels_name(row: dict) -> str:
-    """Return a name such as "triton, mlp eager + compile"."""
+    """Return a name such as "triton, mlp eager + compile", or peer_name()."""
+    if peer := peer_name(row):
+        return peer
     kernels, backends = row["config"]["kernels"], backends_of(row)
     name = preset_name(backends)
     if name is None:
