@@ -102,20 +102,79 @@ on_two_gpus() { # NAME WORDS ...
     python -m scripts.collect --beside "${beside:-h100x2}" "out/$1"-{124m{,-ddp,-fsdp},1558m{,-fsdp,-zero2}}
 }
 
-# Three seeds of 301 million tokens in bf16, in fp8, and in fp8 with the head in bf16. The text is this machine's Python
-# packages. A run takes 7 to 10 minutes on one GPU
+# What a user gains today, on one GPU in about eight minutes: Llama-like models in bf16 beside transformers and Liger.
+# SmolLM2 has 50,304 ids here, for the text in GPT-2's tokens. Then the same for nanoGPT: nanogpt=FOLDER, a checkout
+today() {
+    local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
+    local model words="$text precision=bf16"
+    for model in modern_124m smollm2_135m; do
+        train_today $model compile $words attn=sdpa kernels=compile
+        train_today $model triton $words attn=triton kernels=triton
+        train_today $model gluon $words attn=gluon kernels=gluon
+        peer_today $model compile "" $words kernels=compile
+        peer_today $model liger "liger=true" $words
+        peer_today $model liger-compile "liger=true" $words kernels=compile
+    done
+    python -m scripts.collect --beside "${beside:-h200-today}" out/today/*/
+}
+today_nanogpt() { # about two minutes
+    local words="$text" gpt2=gpt2_124m
+    train_today $gpt2 compile $words attn=sdpa kernels=compile precision=amp
+    train_today $gpt2 gluon $words attn=gluon kernels=gluon precision=amp
+    train_today $gpt2 gluon-bf16 $words attn=gluon kernels=gluon precision=bf16
+    peer_today $gpt2 nanogpt "system=nanogpt path=${nanogpt:-../nanoGPT}" $words kernels=compile precision=amp
+    python -m scripts.collect --beside "${beside:-h200-today}" out/today/$gpt2-*/
+}
+today_words="model.vocab_size=50304 train.block_size=1024 train.max_steps=30"
+train_today() { # NAME CHOICE WORDS ...: the model NAME
+    python train.py +experiment=throughput proof=false model=$1 $today_words "${@:3}" out_dir="out/today/$1-$2"
+}
+peer_today() { # NAME CHOICE OWN WORDS ...: another system's model NAME; OWN are the words of scripts.peers
+    python -m scripts.peers $3 out_dir="out/today/$1-peer-$2" -- model=$1 $today_words "${@:4}"
+}
+
+# Decoding one sequence with the models of today, on one GPU in about six minutes. huggingface is GPT-2's alone
+today_decode() {
+    local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
+    local words="checkpoint=random model=smollm2_135m,qwen3_0_6b precision=bf16 proof=true"
+    words+=" prompt_tokens=128 max_new_tokens=128"
+    python -m scripts.generate -m $words kernels=compile kernels.decode=blocks,huggingface out_dir=out/today-compile
+    [ $? = 75 ] && return 75
+    python -m scripts.generate -m $words kernels.decode=triton,persistent out_dir=out/today-decode
+    [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h200-today}" out/today-{compile,decode}/*/
+}
+
+# Three seeds of 301 million tokens in bf16, in fp8, and in fp8 with the head in bf16. A run takes 7 to 10 minutes on
+# one GPU
 fp8_curves() {
+    local runs="attn=flash seed=1,2,3 train.max_steps=4600"
+    long_runs fp8-curves $runs precision=bf16,fp8
+    [ $? = 75 ] && return 75
+    long_runs fp8-curves-head $runs precision=fp8 'kernels.fp8=[linear,mlp]'
+    [ $? = 75 ] || python -m scripts.collect --beside fp8-curves --curves out/fp8-curves{,-head}/*/
+}
+# Two seeds of 151 million tokens with AdamW and with Muon, in bf16 and in fp8. A run takes five minutes on an H200, so
+# all 16 take 80 minutes on one GPU, and 20 on four. A shorter session measures a part:
+# models=gpt2_124m precisions=bf16 seeds=1 scripts/measure.sh muon_curves takes ten minutes
+muon_curves() {
+    local model precisions=${precisions:-bf16,fp8} seeds=${seeds:-1,2} folder
+    for model in ${models:-gpt2_124m modern_124m}; do
+        folder="muon-$model/precision-${precisions//,/-}-seed-${seeds//,/-}" # a comma would be a list in a sweep
+        long_runs "$folder" attn=gluon model=$model seed=$seeds precision=$precisions optim=adamw,muon \
+            train.max_steps=2300 train.eval_every=115
+        [ $? = 75 ] && return 75
+        python -m scripts.collect --beside "muon-$model" --curves "out/$folder"/*/
+    done
+}
+long_runs() { # NAME WORDS ...: a sweep. The text is this machine's Python packages
     local packages=("$(dirname "$(command -v python)")"/../lib/python3*/site-packages)
     mkdir -p out && ln -sfn "${packages[0]}" out/packages
     local corpus=(data=text 'data.path=out/packages/**/*.py' data.tokenizer=gpt2 data.encoding_errors=skip)
-    python -m scripts.prepare "${corpus[@]}" || return
-    corpus+=(kernels=gluon kernels.loss=triton attn=flash seed=1,2,3 train.max_steps=4600 train.eval_batches=20)
-    corpus+=(train.sample_tokens=0)
-    python train.py -m "${corpus[@]}" precision=bf16,fp8 train.checkpoint_every=0 out_dir=out/fp8-curves
-    [ $? = 75 ] && return 75
-    python train.py -m "${corpus[@]}" precision=fp8 'kernels.fp8=[linear,mlp]' train.checkpoint_every=0 \
-        out_dir=out/fp8-curves-head
-    [ $? = 75 ] || python -m scripts.collect --beside fp8-curves --curves out/fp8-curves{,-head}/*/
+    python -m scripts.prepare "${corpus[@]}" || return 75
+    python train.py -m "${corpus[@]}" kernels=gluon kernels.loss=triton train.eval_batches=20 train.sample_tokens=0 \
+        train.checkpoint_every=0 "${@:2}" out_dir="out/$1"
 }
 
 # Training with the default batch size; and attn=auto, after measuring its table on this GPU
