@@ -1,8 +1,11 @@
-"""The runs of a folder in results/ with a loss curve: do they train alike, and how fast do they reach a loss?"""
+"""The runs of a folder in results/ with a loss curve: do they train alike, and how fast do they reach a loss?
 
-from collections.abc import Sequence
+Times are those of the steps alone: a run's median step, times the number of steps.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -10,11 +13,13 @@ from lab import rows as results
 from lab.report.colours import CHOICE_COLOURS
 from lab.report.describe import kernels_cell
 from lab.report.panels import LossCurve, loss_figure
+from lab.report.plot import Figure, Point, Series, figure
 from lab.report.png import LINES, draw_figures
 from lab.report.tables import markdown_table
-from lab.sweep.table import speed_cell
+from lab.sweep.table import speed, speed_cell
 
 MIN_EVALUATIONS = 10  # with fewer, a figure shows the training losses
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,15 @@ class Curve:
         return self.row["config"]["precision"], kernels_cell(self.row)
 
     @property
+    def optimizer(self) -> str:
+        return OPTIMIZERS[self.row["config"].get("optim", {}).get("name", "adamw")]
+
+    @property
+    def minutes_per_step(self) -> float | None:
+        """The median; None if the run has no speed."""
+        return self.row["perf/step_ms"] / 60_000 if self.row.get("perf/step_ms") else None
+
+    @property
     def last(self) -> float:
         return self.validation[max(self.validation)]
 
@@ -43,20 +57,23 @@ class Curve:
         """The losses of a figure."""
         return self.validation if len(self.validation) >= MIN_EVALUATIONS else self.training
 
-    def minutes_to(self, loss: float) -> float | None:
-        """Return the time of the steps until the validation loss is `loss`.
+    def steps_to(self, loss: float) -> float | None:
+        """Return the number of steps until the validation loss is `loss`; None if the run does not reach it.
 
         Between two evaluations the loss counts as a straight line. If the first evaluation is below `loss` already, its
-        step counts. None if the run does not reach `loss`, or has no speed.
+        step counts.
         """
         points = sorted(self.validation.items())
         reached = [step for step, value in points[:1] if value <= loss]
         for (start, high), (end, low) in pairwise(points):
             if low <= loss < high:
                 reached.append(end - (end - start) * (loss - low) / (high - low))
-        if not reached or not self.row.get("perf/step_ms"):
-            return None
-        return reached[0] * self.row["perf/step_ms"] / 60_000
+        return reached[0] if reached else None
+
+    def minutes_to(self, loss: float) -> float | None:
+        """Return the time of the steps of steps_to(); None if the run does not reach `loss`, or has no speed."""
+        steps = self.steps_to(loss)
+        return None if steps is None or self.minutes_per_step is None else steps * self.minutes_per_step
 
 
 def curves(device: str) -> list[Curve]:
@@ -130,17 +147,88 @@ def long_runs(device: str) -> str:
     return markdown_table([*head, "to the same loss"], lines)
 
 
+def optimizers(device: str) -> str:
+    """Return the figure and the table of a folder with AdamW's and Muon's runs; "" without runs of both.
+
+    The table has means over the seeds. The loss to reach is the last one of AdamW in bf16 with the same seed.
+    """
+    choices = by_optimizer([run for run in curves(device) if run.validation])
+    baselines = {run.seed: run for run in choices.get(("bf16", "AdamW"), [])}
+    if len({optimizer for _, optimizer in choices}) < 2 or not baselines:
+        return ""
+    head = ["precision", "optimizer", "seeds", "last validation loss", "tokens/s", "million tokens to AdamW's loss"]
+    lines = []
+    for choice, runs in choices.items():
+        speeds = [speed(run.row) for run in runs if speed(run.row)]
+        losses = spread([run.last for run in runs], ".4f")
+        cells = [str(len(runs)), losses, f"{mean(speeds):,.0f}" if speeds else ""]
+        lines.append([*choice, *cells, *reach_cells(runs, baselines)])
+    table = markdown_table([*head, "of AdamW's", "minutes to it", "of AdamW's minutes"], lines)
+    return f"![losses over tokens and over minutes]({device}/curves.png)\n\n{table}"
+
+
+def by_optimizer(runs: list[Curve]) -> dict[tuple[str, str], list[Curve]]:
+    """Return (precision, optimizer) -> its complete runs, one for each seed: bf16 first, and AdamW before Muon."""
+    choices: dict[tuple[str, str], list[Curve]] = {}
+    for run in sorted(runs, key=lambda run: (run.row["config"]["precision"], run.optimizer, run.seed)):
+        if run.row["status"] == "ok":
+            choices.setdefault((run.row["config"]["precision"], run.optimizer), []).append(run)
+    return choices
+
+
+def reach_cells(runs: list[Curve], baselines: dict[int, Curve]) -> list[str]:
+    """Return the million tokens and the minutes to the last loss of each run's baseline, each with its share.
+
+    The baseline is the run of the same seed. If a run does not reach the loss, the first cell says how many do.
+    """
+    pairs = [(run, baselines[run.seed]) for run in runs if run.seed in baselines]
+    steps = [run.steps_to(base.last) for run, base in pairs]
+    if not pairs or None in steps:
+        return [f"{len(pairs) - steps.count(None)} of {len(pairs)} seeds reach it", "", "", ""]
+    own_steps = mean(base.steps_to(base.last) for _, base in pairs)
+    millions = runs[0].row["config"]["train"]["tokens_per_step"] / 1e6
+    cells = [f"{mean(steps) * millions:.1f}", f"{mean(steps) / own_steps:.2f}"]
+    minutes = [(run.minutes_to(base.last), base.minutes_to(base.last)) for run, base in pairs]
+    if any(None in pair for pair in minutes):
+        return [*cells, "", ""]
+    own, baseline = map(mean, zip(*minutes, strict=True))
+    return [*cells, f"{own:.2f}", f"{own / baseline:.2f}"]
+
+
+def optimizer_figures(runs: list[Curve], y: str) -> list[Figure | None]:
+    """Return the losses over tokens and over minutes: the mean of the seeds, in the band between them."""
+    units: dict[str, Callable[[Curve], float | None]] = {
+        "million tokens": lambda run: run.row["config"]["train"]["tokens_per_step"] / 1e6,
+        "minutes": lambda run: run.minutes_per_step,
+    }
+    figures = []
+    for unit, per_step in units.items():
+        series = []
+        for (choice, seeds), colour in zip(by_optimizer(runs).items(), cycle(CHOICE_COLOURS), strict=False):
+            scales = [per_step(run) for run in seeds]
+            points = []
+            for step in sorted(set.intersection(*(set(run.losses) for run in seeds))) if None not in scales else ():
+                losses = [run.losses[step] for run in seeds]
+                points.append(Point(step * mean(scales), mean(losses), spread=(min(losses), max(losses))))
+            series.append(Series(", ".join(choice), "lines", points, colour))
+        figures.append(figure(unit, y, series))
+    return figures
+
+
 def draw_curves(device: str, path: Path) -> list[Path]:
     """Draw the losses of each run, and below them the differences from the first run of the same seed.
 
-    A choice has a colour, and a seed has a style of line. Return the files: none without a curve.
+    A choice has a colour, and a seed has a style of line. Return the files: none without a curve. Runs with two
+    optimizers have optimizer_figures() instead.
     """
     runs = curves(device)
+    y = "validation loss" if runs and runs[0].losses is runs[0].validation else "training loss"
+    if len({run.optimizer for run in runs}) > 1:
+        return draw_figures(optimizer_figures(runs, y), path)
     choices, seeds = list(dict.fromkeys(run.choice for run in runs)), list(dict.fromkeys(run.seed for run in runs))
     drawn = []
     for run, first in with_reference(runs):
         style = {"name": run.name, "colour": CHOICE_COLOURS[choices.index(run.choice) % len(CHOICE_COLOURS)]}
         style |= {"dash": [*LINES][seeds.index(run.seed) % len(LINES)], "width": 1}
         drawn.append(LossCurve(run.losses, first.losses, style))
-    y = "validation loss" if runs and runs[0].losses is runs[0].validation else "training loss"
     return draw_figures([loss_figure(drawn, y, "above the first of its seed")], path)

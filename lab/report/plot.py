@@ -34,7 +34,7 @@ class Point:
     symbol: str = "circle"  # Plotly's name
     ring: float = 0
     text: str = ""
-    spread: tuple[float, float] | None = None  # the ends of the whiskers
+    spread: tuple[float, float] | None = None  # the ends of a bar's whiskers; in a PNG also the band of a line
 
 
 @dataclass

@@ -101,7 +101,10 @@ def draw_series(panel, series: Series) -> None:
                 panel.annotate(plain(point.text), (high, category), (4, 0), **style)
     if series.mode.startswith("lines"):
         style = {"color": colour, "linewidth": series.width, "linestyle": LINES[series.dash], "label": label}
-        panel.plot([point.x for point in points], [point.y for point in points], **style)
+        xs = [point.x for point in points]
+        panel.plot(xs, [point.y for point in points], **style)
+        if points[0].spread:
+            panel.fill_between(xs, *zip(*(point.spread for point in points), strict=True), color=colour, alpha=0.2)
     if "markers" in series.mode:
         style = {"color": colour, "linestyle": "", "markersize": series.size / 2}
         for point in points:

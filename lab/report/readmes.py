@@ -14,7 +14,7 @@ from lab.report import tables
 from lab.report.bench_panels import draw_attention, draw_roofline
 from lab.report.compiled_table import compiled
 from lab.report.course import course
-from lab.report.loss_curves import agreement, draw_curves, long_runs
+from lab.report.loss_curves import agreement, draw_curves, long_runs, optimizers
 from lab.report.max_context_table import max_context
 from lab.report.peers import peers
 from lab.report.rungs import rungs
@@ -36,6 +36,7 @@ SECTIONS: dict[str, Callable[[str], str]] = {
     "environment": tables.environment,
     "agreement": agreement,
     "long_runs": long_runs,
+    "optimizers": optimizers,
     "verdicts": verdict_table,
     "same": tables.same_norm_sweep,
     "ops": tables.ops,

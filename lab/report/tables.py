@@ -94,7 +94,10 @@ def session_table(rows: list[dict], columns: dict[str, Cell], speed_name: str, l
     """Return a table of the newest rows of each choice, session by session, fastest first.
 
     All rows are of training, or all of generation. `of compile` compares a choice with compile + sdpa of its session.
+    Without rows there is no table.
     """
+    if not rows:
+        return ""
     figures = figure_columns(rows)
     newest_first = reversed(sessions(newest_choices(rows)).items())
     lines = []

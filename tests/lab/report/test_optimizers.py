@@ -1,0 +1,101 @@
+"""Short runs with AdamW and with Muon become the table and the figure of `scripts/measure.sh muon_curves`."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.files import read_line
+from lab import rows
+from lab.report import loss_curves
+from runtime.row import read_row
+from scripts import collect
+from tests.lab.report.test_report import cells
+
+TRAINING = [
+    *("data=text", "data.path=a.txt", "data.tokenizer=bytes", "device=cpu", "precision=bf16", "model=tiny"),
+    *("model.n_layer=1", "train.block_size=32", "train.batch_size=8", "train.tokens_per_step=256"),
+    *("train.max_steps=24", "train.log_every=2", "train.eval_every=2", "train.eval_batches=1"),
+    *("train.checkpoint_every=0", "train.sample_tokens=0", "optim.warmup_steps=2", "optim.learning_rate=0.005"),
+]
+TOKENS = 256  # of a step
+
+
+def train_and_collect(hotswap):
+    """Train with both optimizers and two seeds, and collect the rows: (optimizer, seed) -> (row, {step: loss})."""
+    Path("a.txt").write_text("".join(f"{i} to be or not to be, {i * i}\n" for i in range(2000)))
+    found = {}
+    for seed in (2, 1):
+        for optimizer in ("muon", "adamw"):
+            folder = Path(f"out/{optimizer}-{seed}")
+            code, _, err = hotswap(*TRAINING, f"optim={optimizer}", f"seed={seed}", f"out_dir={folder}")
+            assert (code, err) == (0, "")
+            row = read_row(folder)
+            collect.collect(folder, row, curves=True, beside="muon")
+            lines = map(read_line, (folder / "metrics.jsonl").read_bytes().splitlines())
+            found[optimizer, seed] = row, {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+    return found
+
+
+def first_step_below(losses, loss):
+    """Return the first point of a fine grid over the straight lines between the losses that is not above `loss`."""
+    grid = np.linspace(min(losses), max(losses), 100_001)
+    return grid[np.argmax(np.interp(grid, list(losses), list(losses.values())) <= loss)]
+
+
+def test_rows_become_the_table_and_the_figure(hotswap, monkeypatch, tmp_path):
+    """What they show is recomputed from metrics.jsonl. Without AdamW's rows there is no loss to reach, so no table."""
+    monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
+    runs = train_and_collect(hotswap)
+    check_table(runs)
+    check_figure(runs, tmp_path / "curves.png")
+    path = tmp_path / "results/muon/train.jsonl"
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["config"]["optim"]["name"] == "muon"]
+    path.write_text("\n".join(kept) + "\n")
+    assert (loss_curves.optimizers("muon"), loss_curves.optimizers("nothing")) == ("", "")
+
+
+def check_table(runs):
+    """Tokens and minutes come from a grid of 1/4000 of a step."""
+    text = loss_curves.optimizers("muon")
+    assert text.startswith("![losses over tokens and over minutes](muon/curves.png)\n\n| precision")
+    adamw, muon = cells(text.partition("\n\n")[2])
+    reached = {name: [] for name in ("adamw", "muon")}
+    for name, seed in runs:
+        row, losses = runs[name, seed]
+        reached[name].append((first_step_below(losses, runs["adamw", seed][1][24]), row["perf/step_ms"] / 60_000))
+    last = {name: [losses[24] for (key, _), (_, losses) in runs.items() if key == name] for name in reached}
+    for name, line in (("adamw", adamw), ("muon", muon)):
+        assert line[:4] == ["bf16", {"adamw": "AdamW", "muon": "Muon"}[name], "2", line[3]]
+        assert line[3].startswith(f"**{np.mean(last[name]):.4f}** (sd ")
+    assert all(below < above for below, above in zip(last["muon"], last["adamw"], strict=True))  # so both have figures
+    tokens, share, minutes, share_of_minutes = map(float, muon[5:])
+    steps, own_steps = (np.mean([step for step, _ in reached[name]]) for name in ("muon", "adamw"))
+    time, own_time = (np.mean([step * minute for step, minute in reached[name]]) for name in ("muon", "adamw"))
+    assert tokens == pytest.approx(steps * TOKENS / 1e6, abs=0.051)
+    assert share == pytest.approx(steps / own_steps, abs=0.006)
+    assert minutes == pytest.approx(time, abs=0.006)
+    assert share_of_minutes == pytest.approx(time / own_time, abs=0.006)
+    assert (adamw[6], adamw[8]) == ("1.00", "1.00")
+
+
+def check_figure(runs, path):
+    """It has the mean and the band of the seeds, over tokens and over minutes."""
+    curves = loss_curves.curves("muon")
+    over_tokens, over_minutes = loss_curves.optimizer_figures(curves, "validation loss")
+    assert [series.name for series in over_tokens.series] == ["bf16, AdamW", "bf16, Muon"]
+    step_ms = np.mean([runs["muon", seed][0]["perf/step_ms"] for seed in (1, 2)])
+    for figure, of_a_step in ((over_tokens, TOKENS / 1e6), (over_minutes, step_ms / 60_000)):
+        for point, step in zip(figure.series[1].points, range(2, 25, 2), strict=True):
+            losses = [runs["muon", seed][1][step] for seed in (1, 2)]
+            assert point.x == pytest.approx(step * of_a_step)
+            assert (point.y, point.spread) == (pytest.approx(np.mean(losses)), (min(losses), max(losses)))
+    assert loss_curves.draw_curves("muon", path)[0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_loss_that_one_seed_does_not_reach_has_no_tokens():
+    row = {"perf/step_ms": 1.0}
+    low, high = (loss_curves.Curve(row | {"config": {"seed": 1}}, "a", {}, {1: 4.0, 2: loss}) for loss in (2.0, 3.0))
+    assert loss_curves.reach_cells([high], {1: low}) == ["0 of 1 seeds reach it", "", "", ""]
+    assert loss_curves.reach_cells([high], {2: low})[0] == "0 of 0 seeds reach it"
