@@ -134,13 +134,14 @@ peer_today() { # NAME CHOICE OWN WORDS ...: another system's model NAME; OWN are
     python -m scripts.peers $3 out_dir="out/today/$1-peer-$2" -- model=$1 $today_words "${@:4}"
 }
 
-# Decoding one sequence with the models of today, on one GPU in about six minutes. huggingface is GPT-2's alone
+# Decoding one sequence with the models of today, on one GPU in about six minutes. kernels.decode=huggingface is not
+# here, because it decodes GPT-2 alone
 today_decode() {
     local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
     CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
     local words="checkpoint=random model=smollm2_135m,qwen3_0_6b precision=bf16 proof=true"
     words+=" prompt_tokens=128 max_new_tokens=128"
-    python -m scripts.generate -m $words kernels=compile kernels.decode=blocks,huggingface out_dir=out/today-compile
+    python -m scripts.generate -m $words kernels=compile out_dir=out/today-compile
     [ $? = 75 ] && return 75
     python -m scripts.generate -m $words kernels.decode=triton,persistent out_dir=out/today-decode
     [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h200-today}" out/today-{compile,decode}/*/

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.terminal import class_and_message
 from data.errors import DataError
-from kernels.registry import OPS, impl_by_op
+from kernels.registry import OPS, KernelError, impl_by_op
 from lab.commands import command, compose, take_training
 from lab.peers import SYSTEMS, PeerRecipe
 from runtime.config import UserError, check, parse, value_text
@@ -57,7 +57,9 @@ def main(cfg: Config) -> None:
     recipe = replace(PeerRecipe.of(training), system=cfg.system, liger=cfg.liger, path=path)
     try:
         run_recipe(training, recipe)
-    except RuntimeError as error:  # such as an illegal memory access, which the row names already
+    except (UserError, KernelError, DataError, OSError):
+        raise
+    except Exception as error:  # such as an illegal memory access, which is the row's status already
         raise UserError(f"{recipe.label} failed: {class_and_message(error)}") from error
 
 

@@ -200,6 +200,7 @@ def test_liger_replaces_parts_of_the_models_class(command, monkeypatch, tmp_path
     ("failure", "status"),
     [
         ("raise RuntimeError('CUDA error: an illegal memory access\\nMore lines')", "failed: CUDA error: an illegal"),
+        ("raise TypeError('no such kernel')", "failed: no such kernel"),  # such as Triton's errors, of any class
         ("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9.00 GiB.')", "oom"),
     ],
 )
