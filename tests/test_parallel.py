@@ -462,7 +462,7 @@ def test_a_rank_that_is_stopped_before_gloo_connects_ends_the_job(tmp_path, monk
     assert code == 1
     assert re.search(
         r"error: the job made no progress for 0.05 minutes: rank 0 on \S+ is stopped, or its machine is down; "
-        r"rank 1 on \S+ is at train.py:\d+ \(main\); resume it with ",
+        r"rank 1 on \S+ is at train.py:\d+ \(run_recipe\); resume it with ",
         err,
     )
 
