@@ -54,6 +54,8 @@ A backend is a file with the op's function. It may also define
     OWN_SCALES = True      in fp8 its scales differ from those in kernels/fp8.py: see check.py
     deterministic = False  two calls on a GPU may differ in their last bits, because of atomic sums
     candidates(kernel, default)    launch parameters to try, each a dict of changes to `default`: see tuned.py
+    RUNTIME                the name of another library that compiles and launches its kernels, "XLA". torch.compile
+                           cannot trace such a backend, and no CUDA graph can contain it
     VERSIONS               attention only: names of implementations that it can choose among; its function,
                            unavailable() and detail() then take version=NAME, which attn.version sets
 """
@@ -260,6 +262,16 @@ def rounds_in_inductor(kernels: KernelsConfig, attn: AttnConfig, called: Sequenc
     return any(not getattr(backend(op, impl), "RUNS", ()) for op, impl in in_fp8.items())
 
 
+def other_runtimes(functions: Mapping[str, Callable]) -> dict[str, str]:
+    """Return {op: "kernels.norm.xla runs in XLA"} for those of {op: its function} whose backend has a RUNTIME."""
+    found = {}
+    for op, function in functions.items():
+        function = getattr(function, "func", function)  # with fp8=True it is a functools.partial
+        if runtime := getattr(module_of(function), "RUNTIME", None):
+            found[op] = f"{source_of(function)} runs in {runtime}"
+    return found
+
+
 def check_available(kernels: KernelsConfig, attn: AttnConfig, device: torch.device) -> None:
     """Raise Unavailable if backends of the model cannot run on `device`. The message names all of them."""
     backends: dict[str, list[str]] = {}  # the reason why they cannot run here -> their names
@@ -306,6 +318,9 @@ def resolve(
             functions[op] = functools.partial(function, fp8=True)
         else:
             functions[op] = load(op, impl, device, needed, version)
+    if kernels.compile and (others := other_runtimes(functions)):
+        reasons = ", ".join(others.values())
+        raise Unavailable(f"kernels.compile=true cannot run here: torch.compile cannot trace this: {reasons}; omit it")
     return Ops(**functions)
 
 

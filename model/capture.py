@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
+from kernels.registry import other_runtimes
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.optim import Optimizer
@@ -42,7 +43,9 @@ class StepRunner:
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.why_not: str | None = None
-        self._set_why_not("train.cuda_graph=false" if wanted is False else reason_against(model.config, self.device))
+        others = other_runtimes(model.ops._asdict())
+        reason = reason_against(model.config, self.device) or next(iter(others.values()), None)
+        self._set_why_not("train.cuda_graph=false" if wanted is False else reason)
 
     def __call__(self, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor]:
         self.calls += 1

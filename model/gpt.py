@@ -129,7 +129,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.config, self.loss = config, ops.loss
+        self.config, self.ops, self.loss = config, ops, ops.loss
         self.part = 0  # with parallel=context, idx is this part of each sequence: see model/context.py
         self.run_block = BlockRunner(config.checkpointing, config.keep_attention, ops.attention, config.dropout)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)

@@ -14,6 +14,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+# XLA compiles for each shape. Without LLVM's optimizations and with its older emitter it takes a fifth of the time
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+
 # One thread a process, because pytest-xdist's workers already share the cores. Programs that tests start inherit this
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

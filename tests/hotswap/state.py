@@ -28,9 +28,10 @@ IMPORTS = (
     "torch._functorch.config",
     "torch.utils.cpp_extension",
     "hydra",
-    "transformers",
+    "transformers.models.gpt2.modeling_gpt2",
     "helion",
     "torchao",
+    "jax",
 )
 
 

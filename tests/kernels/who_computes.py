@@ -26,6 +26,7 @@ LIBRARIES = {
     r"liger-kernel": r"liger|_(layer|rms)_norm_\w+_kernel|element_mul|_swiglu_\w+_kernel|_triton_rope",
     r"helion": r"helion",
     r"_for_cpu": r"_for_cpu",
+    r"\bXLA\b": r"fusion|^wrapped_|^(loop|input)_|^triton_|RepeatBuffer|redzone",
 }
 # Of every step: elementwise work and sums of autograd and of the model, the embedding, the optimizer, copies and fills
 EVERYWHERE = (
