@@ -1,4 +1,4 @@
-"""Profile three steps of a finished run into files that a browser opens: a timeline, and on a GPU the memory."""
+"""Profile three steps of a finished run into files: a timeline, on a GPU the memory, and XLA's programs."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import profile
 
 from data.loader import Batch
+from kernels.registry import Ops, other_runtimes
 from lab.compat import record_memory
 from model.capture import StepRunner
 from runtime.timing import synchronize
@@ -31,6 +32,7 @@ def write_trace(step: StepRunner, batches: list[Batch], folder: Path) -> None:
         trace = folder / "trace.json.gz"
         profiler.export_chrome_trace(str(trace))
         print(f"profile  {trace}: the time of {STEPS} steps; open it in https://ui.perfetto.dev")
+        write_hlo(step.model.ops, folder / "hlo")
 
 
 def write_memory_snapshot(step: StepRunner, batches: list[Batch], folder: Path) -> None:
@@ -47,6 +49,20 @@ def write_memory_snapshot(step: StepRunner, batches: list[Batch], folder: Path) 
         synchronize(step.device)
     if is_main:
         print(f"profile  {snapshot}: the memory of {STEPS} steps; open it in https://pytorch.org/memory_viz")
+
+
+def write_hlo(ops: Ops, folder: Path) -> None:
+    """Write what XLA compiled for each op with a backend `xla` into folder/OP.txt, and print where."""
+    compiled = other_runtimes(ops._asdict())
+    if not compiled:
+        return
+    from kernels import xla  # needs Triton, which is for Linux
+
+    for op, text in xla.hlo(compiled).items():
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{op}.txt"
+        path.write_text(text, encoding="utf-8")
+        print(f"profile  {path}: the HLO of {op}=xla after XLA's fusion")
 
 
 def make_steps(step: StepRunner, batches: list[Batch]) -> None:

@@ -4,10 +4,12 @@ import gzip
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kernels.registry import AttnConfig, KernelsConfig, resolve
 from lab.proof import trace
 from model.optim import Optimizer
 from tests.test_train import QUICK, row
@@ -36,6 +38,19 @@ def test_a_profile_is_a_trace_of_three_steps_after_the_run(hotswap, monkeypatch)
     assert not Path("run/memory.pickle").exists()
 
 
+def test_the_programs_of_xla_are_written_for_the_ops_that_it_computes(hotswap):
+    """What XLA compiled for them: the names of our functions, and the fusions that XLA made."""
+    pytest.importorskip("jax")
+    code, out, err = hotswap(*QUICK, "train.max_steps=2", "profile=true", "kernels.norm=xla")
+    assert (code, err) == (0, "")
+    assert "profile  run/hlo/norm.txt: the HLO of norm=xla after XLA's fusion\n" in out
+    assert [path.name for path in Path("run/hlo").iterdir()] == ["norm.txt"]
+    text = Path("run/hlo/norm.txt").read_text()
+    for name in ("differentiate", "backward"):
+        assert f"// norm: {name}\nHloModule jit_{name}" in text
+    assert "fusion(" in text
+
+
 def test_the_receipt_of_a_proof_comes_before_the_graph_is_freed(hotswap, monkeypatch):
     """The graph is freed for the memory snapshot, so a receipt after it would be of uncaptured steps."""
     order = []
@@ -57,6 +72,7 @@ class FakeStep:
 
     def __init__(self, graph):
         self.graph, self.device, self.calls = graph, torch.device("cuda"), []
+        self.model = SimpleNamespace(ops=resolve(KernelsConfig(), AttnConfig("eager"), torch.device("cpu")))
         self.optimizer = type("Optimizer", (), {"ranks": type("Ranks", (), {"is_main": True})})
 
     def __call__(self, batches, lr):
