@@ -43,9 +43,11 @@ class StepRunner:
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.why_not: str | None = None
-        others = other_runtimes(model.ops._asdict())
-        reason = reason_against(model.config, self.device) or next(iter(others.values()), None)
-        self._set_why_not("train.cuda_graph=false" if wanted is False else reason)
+        if wanted is False:
+            self._set_why_not("train.cuda_graph=false")
+        else:
+            others = other_runtimes(model.ops._asdict())
+            self._set_why_not(reason_against(model.config, self.device) or next(iter(others.values()), None))
 
     def __call__(self, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor]:
         self.calls += 1
