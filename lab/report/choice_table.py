@@ -129,11 +129,15 @@ def notes(source: ReportSource) -> list[str]:
 
 
 def wandb_table(source: ReportSource) -> list[list]:
-    """Return the head and a line for each run of training: its settings, all numbers of its row, and its command."""
-    rows = [row for choice in source.choices for row in choice.rows]
+    """Return the head and a line for each run of training: its settings, all numbers of its row, and its command.
+
+    The lines have the order of the page's table; runs without a speed come last.
+    """
+    choices = source.measured_choices + [choice for choice in source.choices if not choice.speed]
+    rows = [row for choice in choices for row in choice.rows]
     numbers = {key: None for row in rows for key in row if "/" in key and isinstance(row[key], int | float)}
     lines = [["choice", "model", "precision", "status", *numbers, "of the baseline", "command"]]
-    for choice in source.choices:
+    for choice in choices:
         for row in choice.rows:
             settings = [choice.title, choice.model, choice.precision, row["status"]]
             values = [row.get(key) if speed(row) else None for key in numbers]

@@ -1,13 +1,12 @@
 """Group runs into choices of kernels, name each choice, and compare it with its baseline."""
 
 import re
-import statistics
 from dataclasses import dataclass
 
 from lab.report.describe import BASELINE, choice_name, commit, model_name, model_size, prefill_name, prompt_tokens
 from lab.rerun import rerun_command
 from lab.sweep import compare
-from lab.sweep.table import speed, speed_key
+from lab.sweep.table import comparable_speed, median_speed, speed, speed_key
 
 # The names of baselines start with these. compile may have another mode, as in "compile, max-autotune · sdpa"
 COMPILED, EAGER = re.compile(rf"{BASELINE[0]}(, [\w-]+)? · {BASELINE[1]}"), "eager ·"
@@ -58,7 +57,12 @@ class Choice:
     @property
     def speed(self) -> float | None:
         """The median of the runs, in tokens/s."""
-        return statistics.median(self.speeds) if self.speeds else None
+        return median_speed(self.rows) or None
+
+    @property
+    def comparable_speed(self) -> float | None:
+        """The tokens/s by which tables rank this choice, so that their order follows the ratios."""
+        return comparable_speed(self.rows, self.base.rows, self.ratio) if self.base else self.speed
 
     @property
     def spread(self) -> tuple[float, float]:

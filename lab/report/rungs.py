@@ -11,10 +11,10 @@ from datetime import datetime
 from kernels.names import OPTIMIZER_OPS
 from kernels.registry import called_backend
 from lab.report.describe import commit, model_size, prompt_tokens
-from lab.report.tables import markdown_table, markdown_text, ratio_to_baseline, shown_run
+from lab.report.tables import markdown_table, markdown_text, ratio_cell, shown_run
 from lab.rows import read_rows
 from lab.sweep import table
-from lab.sweep.compare import MACHINE, differences, is_generation, sequences, value_differences
+from lab.sweep.compare import MACHINE, differences, is_generation, ratio, sequences, value_differences
 from lab.sweep.table import Cell, slower_cell, speed
 from runtime.config import check
 
@@ -136,7 +136,7 @@ def ladder_lines(
     lines = []
     for before, words in zip([None, *measured], measured, strict=False):
         base = ladder[words] if ladder[words] in measured else before
-        gain = ratio_to_baseline(runs[words], runs[base]) if base else ""
+        gain = ratio_cell(runs[words], runs[base], ratio(runs[words], runs[base])) if base else ""
         if base != before:
             gain += f" of `{base}`"
         row = shown_run(runs[words])

@@ -75,7 +75,7 @@ def sort_measured(choices: list[Choice]) -> list[Choice]:
 
     def order(choice: Choice) -> tuple:
         sizes = (sequences(choice.row), prompt_tokens(choice.row)) if choice.generates else ()
-        return len(choice.model), choice.model, choice.precision, *sizes, -choice.speed
+        return len(choice.model), choice.model, choice.precision, *sizes, -choice.comparable_speed
 
     return sorted((choice for choice in choices if choice.speed), key=order)
 

@@ -30,10 +30,11 @@ from lab.report.describe import (
     prompt_tokens,
     sessions,
 )
-from lab.sweep.compare import ratio, sequences
+from lab.sweep.compare import Ratio, ratio, sequences
 from lab.sweep.table import (
     PEAK,
     Cell,
+    comparable_speed,
     figure_columns,
     median_run,
     number_cell,
@@ -107,10 +108,13 @@ def session_table(rows: list[dict], columns: dict[str, Cell], speed_name: str, l
         for row in session:
             choices.setdefault(choice_key(row), []).append(row)
         baselines = [runs for runs in choices.values() if is_baseline(runs[0])]
-        bases = max(baselines, key=lambda runs: speed(shown_run(runs)) or 0, default=[])
-        for runs in sorted(choices.values(), key=lambda runs: -(speed(shown_run(runs)) or 0)):
+        bases, ranked = max(baselines, key=lambda runs: speed(shown_run(runs)) or 0, default=[]), []
+        for runs in choices.values():
+            compared = ratio(runs, bases) if runs is not bases else None
+            ranked.append((comparable_speed(runs, bases, compared), runs, compared))
+        for _, runs, compared in sorted(ranked, key=lambda each: -each[0]):
             row = shown_run(runs)
-            cells = [rate_cell(row), ratio_to_baseline(runs, bases)]
+            cells = [rate_cell(row), ratio_cell(runs, bases, compared)]
             cells += [cell(row) if row["status"] == "ok" else "" for cell in figures.values()]
             lines.append([*(cell(row) for cell in columns.values()), *cells, *(cell(row) for cell in last.values())])
     return markdown_table([*columns, speed_name, "of compile", *figures, *last], lines)
@@ -121,16 +125,15 @@ def shown_run(runs: list[dict]) -> dict:
     return median_run([row for row in runs if speed(row)] or runs[:1])
 
 
-def ratio_to_baseline(runs: list[dict], bases: list[dict]) -> str:
+def ratio_cell(runs: list[dict], bases: list[dict], compared: Ratio | None) -> str:
     """Return a choice's speed over the baseline's, with a 95% interval if both have several runs.
 
     Empty if one of them has no speed.
     """
-    interval = ratio(runs, bases) if runs is not bases else None
-    if interval and interval.runs > 1:
-        return str(interval)
-    if interval:
-        return f"{interval.value:.3f}x, other GPU" if interval.other_gpu else f"{interval.value:.3f}x"
+    if compared and compared.runs > 1:
+        return str(compared)
+    if compared:
+        return f"{compared.value:.3f}x, other GPU" if compared.other_gpu else f"{compared.value:.3f}x"
     speeds = [speed(shown_run(rows)) for rows in (runs, bases) if rows]  # the baseline, or rows without timed intervals
     return f"{speeds[0] / speeds[1]:.3f}x" if len(speeds) == 2 and all(speeds) else ""
 

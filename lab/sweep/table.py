@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable
 
-from lab.sweep.compare import differences, is_generation, ratio
+from lab.sweep.compare import Ratio, differences, is_generation, ratio
 from runtime.power import tokens_per_joule_cell
 
 Cell = Callable[[dict], str]  # from a row to a cell of the table
@@ -102,24 +102,41 @@ def figure_columns(rows: Iterable[dict]) -> dict[str, Cell]:
 def sweep_table(choices: dict[str, list[dict]]) -> str:
     """Return the table as text. `choices` is name -> rows of the runs, in the order of the jobs.
 
-    Each choice is compared with the first choice of its settings. Choices without a speed come last.
+    Each choice is compared with the first choice of its settings, and the order follows the ratios. Choices without a
+    speed come last.
     """
-    measured = {name: [row for row in rows if speed(row) is not None] for name, rows in choices.items()}
-    fastest = sorted((name for name in measured if measured[name]), key=lambda name: -speed(median_run(measured[name])))
+    measured = {name: runs for name, rows in choices.items() if (runs := [row for row in rows if speed(row)])}
     columns = figure_columns(row for rows in choices.values() for row in rows)
-    lines = [["job", "tokens/s", "of the first", "p20 to p80", *columns]]
-    for name in fastest:
-        row, tokens_per_sec = median_run(measured[name]), statistics.median(map(speed, measured[name]))
-        first = first_comparable(row, choices.values())
-        ratio_to_first = "" if first is choices[name] else str(ratio(choices[name], first) or "")
+    lines, ranks = [], []
+    for name, runs in measured.items():
+        row, first = median_run(runs), first_comparable(runs[0], choices.values())
+        compared = None if first is choices[name] else ratio(choices[name], first)
+        ranks.append(comparable_speed(runs, first, compared))
         cells = [spread_cell(row), *(cell(row) for cell in columns.values())]
-        lines.append([name, f"{tokens_per_sec:,.0f}", ratio_to_first, *cells])
+        lines.append([name, f"{median_speed(runs):,.0f}", str(compared or ""), *cells])
+    lines = [line for _, line in sorted(zip(ranks, lines, strict=True), key=lambda pair: -pair[0])]
+    lines.insert(0, ["job", "tokens/s", "of the first", "p20 to p80", *columns])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     # a choice without a speed comes after the widths, because its reason is long; only its name needs a width
     widths[0] = max(widths[0], *map(len, choices))
-    reasons = {name: rows[0]["status"] for name, rows in choices.items() if not measured[name]}
+    reasons = {name: rows[0]["status"] for name, rows in choices.items() if name not in measured}
     lines += [[name, "too short" if reason == "ok" else reason] for name, reason in reasons.items()]
     return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines)
+
+
+def median_speed(rows: list[dict]) -> float:
+    """Return the median tokens/s of the runs that have a speed; 0 if none has one."""
+    speeds = list(filter(None, map(speed, rows)))
+    return statistics.median(speeds) if speeds else 0.0
+
+
+def comparable_speed(rows: list[dict], bases: list[dict], compared: Ratio | None) -> float:
+    """Return the tokens/s by which a table ranks a choice: the baseline's speed times the ratio to the baseline.
+
+    The ratio compares intervals in pairs, so it is more precise than two medians of tokens/s, and may contradict them.
+    Without a ratio it is the choice's own speed.
+    """
+    return compared.value * median_speed(bases) if compared else median_speed(rows)
 
 
 def median_run(rows: list[dict]) -> dict:

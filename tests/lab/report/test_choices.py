@@ -5,13 +5,14 @@ import itertools
 import json
 import os
 import re
+import statistics
 
 import pytest
 
 from kernels.registry import OPS, TRAINING_OPS, impls
 from lab.proof.receipt import AFTER_OPS, BEFORE_OPS
 from lab.report.bench_panels import MARK_OF_OP
-from lab.report.choice_table import report_tables
+from lab.report.choice_table import report_tables, wandb_table
 from lab.report.choices import Choice
 from lab.report.colours import choice_colours, part_colours
 from lab.report.panels import choice_origin, tradeoff_figure
@@ -44,6 +45,26 @@ def test_force_compares_all_choices(tmp_path):
     other = next(choice for choice in source.measured_choices if choice.precision == "bf16" and choice.model == "124M")
     assert other.base is source.choices[0]
     assert other.ratio_text == str(compare.ratio(other.rows, source.choices[0].rows))
+
+
+def test_the_order_follows_the_ratio(tmp_path, results):
+    """A ratio compares intervals in pairs, so it may contradict the medians that are the tokens/s."""
+    laps = {"compile": [1.0] * 4 + [2.0] * 5, "eager": [0.6] * 5 + [1.4] * 4, "triton": [0.7] * 9}
+    rows = [
+        make_row(kernels) | {"perf/laps_s": seconds, "perf/tokens_per_sec": 1000 / statistics.median(seconds)}
+        for kernels, seconds in laps.items()
+    ]
+    for number, row in enumerate(rows):
+        write_row(tmp_path / "sweep" / str(number), row)
+    source = read_source(tmp_path / "sweep")
+    [table] = report_tables(source)
+    places = [table.columns.index(name) for name in ("tokens/s", "of the baseline")]
+    page = [[line.cells[place].split(" ")[0] for place in places] for line in table.lines]
+    assert page == [["1,429", "2.857x"], ["1,667", "1.667x"], ["500", "baseline"]]
+    head, *lines = wandb_table(source)
+    assert [line[head.index("of the baseline")].split(" ")[0] for line in lines] == ["2.857x", "1.667x", "baseline"]
+    append_rows(results / "h200/train.jsonl", rows)
+    assert re.findall(r"\*\*([\d,]+)\*\*", throughput("h200")) == ["1,429", "1,667", "500"]
 
 
 def test_a_choice_alone_at_its_settings_is_a_baseline(tmp_path):

@@ -1,5 +1,7 @@
 """The table of a sweep has columns for training or for generation, and compares choices at equal settings."""
 
+import statistics
+
 import pytest
 
 from lab.sweep.table import median_run, speed, sweep_table
@@ -62,6 +64,19 @@ def test_each_choice_is_compared_with_the_first_of_its_settings():
         "6-triton-64": "29,995",
     }
     assert cells(sweep_table(choices))[-1] == ["3-blocks-64", "oom"]
+
+
+def make_laps(*laps):
+    """Return the row of a generation with these seconds for a token, whose speed is their median, as in a real row."""
+    return make_run(tokens_per_sec=1 / statistics.median(laps), **{"gen/laps_s": laps})
+
+
+def test_the_order_follows_the_ratio():
+    """A ratio compares intervals in pairs, so it may contradict the medians that are the tokens/s."""
+    laps = {"1": [0.1] * 4 + [0.2] * 5, "2": [0.06] * 5 + [0.14] * 4, "3": [0.07] * 9}
+    table = cells(sweep_table({name: [make_laps(*seconds)] for name, seconds in laps.items()}))
+    assert [line[:2] for line in table[1:]] == [["3", "14"], ["2", "17"], ["1", "5"]]
+    assert [line[2].split(" ")[0] for line in table[1:3]] == ["2.857x", "1.667x"]
 
 
 def test_accepted_tokens_have_a_column_if_any_row_drafts():
