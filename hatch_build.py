@@ -13,7 +13,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOMS = ("common", "configs", "data", "kernels", "model", "runtime")
 SUFFIXES = {".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json", ".jsonl", ".md", ".png", ".toml", ".lock"}
-SUFFIXES |= {".css", ".js", ".j2", ".sh", ".diff"}
+SUFFIXES |= {".css", ".js", ".j2", ".sh", ".diff", ".ipynb"}
 NAMES = {"LICENSE", "Makefile", "Dockerfile"}  # files without a suffix
 NOT_OURS = {"__pycache__", "build", "dist", "multirun", "out", "wandb"}  # folders that commands make
 

@@ -76,7 +76,7 @@ def draw_figures(figures: list[Figure | None], path: Path) -> list[Path]:
             bottom.set_ylabel(figure.y_below)
             bottom.axhline(0, color=QUIET, linewidth=1)
         if figure.row:
-            top.xaxis.set_major_formatter("{x:,.0f}")
+            top.xaxis.set_major_formatter("{x:,.10g}")  # a tiny model needs 0.5 GiB
             top.set_ylim(len(categories) - 0.4, -0.6)  # downwards
             top.margins(x=0.2)
         top.set_title(plain(figure.title, 160) if figure.title else "", loc="left", fontsize=9)
