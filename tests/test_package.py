@@ -317,6 +317,22 @@ def test_the_container_is_made_from_files_and_targets_that_exist():
     assert ".venv" in ignored  # the image makes its own
 
 
+def test_the_container_of_an_editor_is_made_from_files_and_targets_that_exist():
+    """Its .venv is a volume, because the .venv of the host has other paths."""
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    assert re.fullmatch(r"python:(3\.\d+)-\w+", container["image"])[1] in PROJECT["tool"]["hotswap"]["tested"]["python"]
+    assert container["hostRequirements"] == {"gpu": "optional"}
+    constraint, program, target = shlex.split(container["postCreateCommand"])
+    assert (ROOT / constraint.removeprefix("PIP_CONSTRAINT=")).exists()
+    assert program == "make"
+    assert re.search(f"^{re.escape(target)}:", MAKEFILE, re.MULTILINE)
+    python = container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"]
+    venv = str(Path(target).parent)
+    assert python == f"${{containerWorkspaceFolder}}/{venv}/bin/python"
+    [mount] = container["mounts"]
+    assert f"target=${{containerWorkspaceFolder}}/{venv},type=volume" in mount
+
+
 def test_the_public_workflow_runs_what_ci_runs():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads the key `on` as true
