@@ -21,7 +21,9 @@ from tests.test_train import config
 ROOT = Path(__file__).parents[1]
 PATHS = [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), ROOT / "lab/judge/README.md"]
 READMES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PATHS}
-COMMAND = re.compile(r"(?:^ *|`)((?:[A-Z_]+=\S+ )*(?:python|torchrun|make|scripts/measure\.sh) [^`#\n]+)", re.MULTILINE)
+COMMAND = re.compile(
+    r"(?:^ *|`)(?:uv run )?((?:[A-Z_]+=\S+ )*(?:python|torchrun|make|scripts/measure\.sh) [^`#\n]+)", re.MULTILINE
+)
 COMMANDS = [
     (name, command.strip())
     for name, text in READMES.items()
