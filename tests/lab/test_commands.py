@@ -11,6 +11,7 @@ import hydra
 import pytest
 
 import train
+from kernels.names import config_groups
 from lab.commands import CONFIGS, compose
 
 ROOT = Path(__file__).parents[2]
@@ -54,10 +55,13 @@ def test_the_tab_key_completes_after_the_command_of_the_readme(tmp_path):
             echo "${{COMPREPLY[@]}}"
         }}
         complete_line "python train.py attn=e"
+        complete_line "python train.py kernels="
         complete_line "python train.py optim.lea" """
     path = f"{tmp_path}:{os.environ['PATH']}"
     result = subprocess.run(["bash", "-c", script], cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True)
-    assert (result.stdout.decode().split(), result.stderr) == (["attn=eager", "optim.learning_rate="], b"")
+    attention, *presets, key = result.stdout.decode().split()
+    assert (attention, key, result.stderr) == ("attn=eager", "optim.learning_rate=", b"")
+    assert {*presets} == {f"kernels={name}" for name in config_groups()["kernels"] if name != "*"}
 
 
 @pytest.mark.parametrize("command", [["train.py"], ["-m", "scripts.generate"], ["-m", "scripts.blame"]], ids=" ".join)
