@@ -10,7 +10,7 @@ from lab.report.plot import Figure, Series, octave_ticks
 
 # Plotly's names -> matplotlib's
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "cross": "P", "triangle-up": "^", "star": "*"}
-MARKERS |= {"x": "X", "pentagon": "p", "triangle-down": "v", "hexagon": "h"}
+MARKERS |= {"x": "X", "pentagon": "p", "triangle-down": "v", "hexagon": "h", "diamond-tall": "d"}
 LINES = {"solid": "-", "dot": ":", "longdash": "--", "dash": "-."}
 
 
