@@ -103,7 +103,7 @@ def logged_figures(manifest: dict) -> dict | None:
 
 def saved_row(ended: dict, config: dict) -> dict:
     """Return the row in find_end()'s manifest `ended`. Raises UserError if this process should prove other kernels."""
-    saved = {key: value for key, value in ended["row"].items() if key not in ("status", "parity")}
+    saved = {key: value for key, value in ended["row"].items() if key not in ("status", "parity", "val/loss/min")}
     parity = ended["row"].get("parity")
     if config["proof"] and isinstance(parity, dict) and parity.get("ok") is not None:
         saved["parity"] = parity

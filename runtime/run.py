@@ -78,9 +78,11 @@ class Run:
             lines = read_bytes(path).splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
-                if line.endswith(b"\n") and (of_step := read_line(line[:-1])["step"]) <= step:
+                entry = read_line(line[:-1]) if line.endswith(b"\n") else None
+                if entry is not None and entry["step"] <= step:
                     kept.append(line)
-                    last = of_step
+                    last = entry["step"]
+                    self._add_val_loss(entry)
                 else:
                     later += 1
             except (ValueError, KeyError, TypeError, RecursionError):
@@ -124,7 +126,13 @@ class Run:
         with explain_unwritable(self.folder):
             self.metrics.write(add_crc32(json.dumps({"step": step, **figures})) + "\n")
             self.lines += 1
+        self._add_val_loss(figures)
         self.tracker.log(step, figures)
+
+    def _add_val_loss(self, figures: dict) -> None:
+        """Keep the lowest validation loss of metrics.jsonl in the row."""
+        if (loss := figures.get("val/loss")) is not None:
+            self.row["val/loss/min"] = min(loss, self.row.get("val/loss/min", loss))
 
     def _check_folder(self) -> None:
         """Raise UserError if the folder was deleted or replaced, because the file that log() writes is then lost."""

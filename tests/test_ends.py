@@ -26,7 +26,8 @@ SETTINGS += ["train.sample_tokens=3", "device=cpu"]
 LAST = "run/checkpoints/step-000010"
 # tests.crashtest kills runs there, too, in forks of a process that computes nothing
 NEEDS_FORK = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="PyTorch with CUDA has no backward in forks")
-FIGURES = "step", "tokens", "train/loss", "train/grad_norm", "train/lr", "train/refused_steps", "val/loss"
+FIGURES = "step", "tokens", "train/loss", "train/grad_norm", "train/lr", "train/refused_steps"
+FIGURES += "val/loss", "val/loss/min"
 
 
 def kill_at(operation, words, step):

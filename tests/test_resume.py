@@ -77,6 +77,7 @@ def test_a_killed_and_resumed_run_is_bit_equal(hotswap, tmp_path, precision):
     assert list(curve()) == list(range(1, 41))
     assert curve() == curve("whole")
     assert row()["val/loss"] == row("whole")["val/loss"]
+    assert row()["val/loss/min"] == row("whole")["val/loss/min"]
     assert row()["resumed_from"] == f"run/checkpoints/{newest}"
 
 
@@ -471,6 +472,7 @@ def test_best_is_the_lowest_validation_loss(hotswap):
             lowest = loss
     assert saved == sorted(expected)
     assert verify(Path("run/checkpoints/best"))["step"] == best
+    assert row()["val/loss/min"] == val_losses[best]
     assert all(line["checkpoint/pause_ms"] > 0 for line in metrics() if line["step"] in expected)
     assert row()["checkpoint/pause_ms"] > 0
 

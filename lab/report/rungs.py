@@ -11,11 +11,11 @@ from datetime import datetime
 from kernels.names import OPTIMIZER_OPS
 from kernels.registry import called_backend
 from lab.report.describe import commit, model_size, prompt_tokens
-from lab.report.tables import markdown_table, markdown_text, ratio_cell, shown_run
+from lab.report.tables import markdown_table, markdown_text, ratio_cell
 from lab.rows import read_rows
 from lab.sweep import table
 from lab.sweep.compare import MACHINE, differences, is_generation, ratio, sequences, value_differences
-from lab.sweep.table import Cell, slower_cell, speed
+from lab.sweep.table import Cell, shown_run, slower_cell, speed
 from runtime.config import check
 
 MEASURE = "scripts/measure.sh rungs"

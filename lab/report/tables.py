@@ -36,8 +36,8 @@ from lab.sweep.table import (
     Cell,
     comparable_speed,
     figure_columns,
-    median_run,
     number_cell,
+    shown_run,
     speed,
     speed_cell,
     spread_cell,
@@ -118,11 +118,6 @@ def session_table(rows: list[dict], columns: dict[str, Cell], speed_name: str, l
             cells += [cell(row) if row["status"] == "ok" else "" for cell in figures.values()]
             lines.append([*(cell(row) for cell in columns.values()), *cells, *(cell(row) for cell in last.values())])
     return markdown_table([*columns, speed_name, "of compile", *figures, *last], lines)
-
-
-def shown_run(runs: list[dict]) -> dict:
-    """Return the run with the median speed; if no run has a speed, the first run, whose status says why."""
-    return median_run([row for row in runs if speed(row)] or runs[:1])
 
 
 def ratio_cell(runs: list[dict], bases: list[dict], compared: Ratio | None) -> str:

@@ -39,7 +39,7 @@ GRACE = 10.0  # seconds that a job has to end after a signal
 LAST_BYTES = 2**16  # of log.txt, in which the last line is
 INTERRUPTED = "stopped", "failed: KeyboardInterrupt"  # after a signal: with runtime.signals, and without
 # keys of the sweep, not of its jobs
-SWEEP_KEYS = {"out_dir", "sweep", "sweep.timeout", "sweep.repeats", "sweep.own_caches"}
+SWEEP_KEYS = {"out_dir", "sweep", "sweep.timeout", "sweep.repeats", "sweep.own_caches", "sweep.sort"}
 
 
 class SweepJob:
@@ -71,6 +71,16 @@ class SweepJob:
     @property
     def done(self) -> bool:
         return self.row is not None and not self.row["status"].startswith(INTERRUPTED)
+
+    @property
+    def log(self) -> str:
+        """The path of the file with the job's output, relative to the working directory if it is below it."""
+        path = (self.folder / "log.txt").absolute()
+        return printable(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.row is not None and self.row["status"].startswith("failed")
 
     def start(self, gpu: str | None, lock: TextIO) -> None:
         """Start the process in a process group of its own. Ctrl-C then reaches only the sweep, which forwards it.
@@ -140,7 +150,8 @@ class SweepJob:
                 write_row(self.folder, row)
         seconds = int(time.monotonic() - self.start_time)
         figure = f"{speed(row):,.0f} tok/s" if speed(row) else row["status"]
-        return printable(f"{self.folder.name}  {figure}  {seconds // 60}:{seconds % 60:02}")
+        log = f"  {self.log}" if self.has_failed else ""
+        return printable(f"{self.folder.name}  {figure}  {seconds // 60}:{seconds % 60:02}{log}")
 
     def failure(self) -> str:
         """Return the status of a job that wrote no row: its error, or how the process ended."""

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from common.terminal import override, printable, shell_command
 from kernels.names import OPS, config_key
 from lab.sweep.jobs import SweepJob, gpu_slots, plan_jobs, run_jobs
-from lab.sweep.table import sweep_table
+from lab.sweep.table import SORTS, sweep_table
 from model.executed import called_ops
 from runtime import compat
 from runtime.command import as_typed, config_flags, program
@@ -40,11 +40,13 @@ class SweepConfig:
     timeout: float | None  # minutes that a job may take; null: no limit
     repeats: int  # runs of each job
     own_caches: bool | None  # each job has compile caches of its own; null: with repeats
+    sort: str  # speed | val/loss: which choice comes first in the table
 
     def __post_init__(self):
         limit = self.timeout
         check(self.repeats >= 1, f"sweep.repeats={self.repeats}: it must be at least 1")
         check(limit is None or 0 < limit < math.inf, f"sweep.timeout={limit}: it must be minutes above 0, or null")
+        check(self.sort in SORTS, f"sweep.sort={self.sort}: choose {' or '.join(SORTS)}")
 
 
 @dataclass
@@ -135,7 +137,7 @@ class Launcher(launcher.Launcher):
     __module__ = "hydra_plugins.hotswap"
 
     def setup(self, *, hydra_context, task_function, config: DictConfig) -> None:
-        self.config = config
+        self.config, self.config_loader = config, hydra_context.config_loader
 
     def launch(self, job_overrides: list[list[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run the jobs that have no row, and print the table.
@@ -144,6 +146,8 @@ class Launcher(launcher.Launcher):
         """
         groups = {field.name: self.config[field.name] for field in fields(LauncherConfig)}
         cfg = parse(OmegaConf.create(groups), LauncherConfig)
+        if cfg.sweep.sort == "val/loss":
+            self.check_evaluations(job_overrides)
         tracker = Tracker(cfg.logger)
         sweep = self.config.hydra.runtime.choices.get("sweep")
         suffix = f"-{sweep}" if sweep else ""
@@ -166,7 +170,7 @@ class Launcher(launcher.Launcher):
             for job in jobs:
                 if job.died:  # it could not send its row itself
                     track_ended_run(logger, job.folder, job.row)
-        print_table(jobs)
+        print_table(jobs, cfg.sweep.sort)
         if line := tracker.view_line(folder, sweep=True):
             print(line)
         if not all(job.done for job in jobs):
@@ -180,20 +184,31 @@ class Launcher(launcher.Launcher):
             sys.exit(1)
         return []  # the sweeper needs no results
 
+    def check_evaluations(self, jobs: list[list[str]]) -> None:
+        """Raise UserError if no job evaluates."""
+        check("train" in self.config, "sweep.sort=val/loss: only a training evaluates; choose sweep.sort=speed")
+        composed = (self.config_loader.load_sweep_config(self.config, words) for words in jobs)
+        check(
+            any(OmegaConf.select(config, "train.eval_every") for config in composed),
+            "sweep.sort=val/loss: no job of this sweep evaluates; set train.eval_every, the steps between evaluations",
+        )
+
 
 def key_of(word: str) -> str:
     """Return the key of an override: "kernels.mlp" of "kernels.mlp=eager"."""
     return word.partition("=")[0]
 
 
-def print_table(jobs: list[SweepJob]) -> None:
+def print_table(jobs: list[SweepJob], sort: str) -> None:
     """Print the table of the jobs that have a row. Repeats of a job are one choice."""
     choices: dict[tuple[str, ...], list[SweepJob]] = {}
     for job in jobs:
         if job.row:
             choices.setdefault(tuple(job.words), []).append(job)
     if choices:
-        print(sweep_table({runs[0].folder.name: [job.row for job in runs] for runs in choices.values()}))
+        first_runs = [runs[0] for runs in choices.values()]
+        rows = {runs[0].folder.name: [job.row for job in runs] for runs in choices.values()}
+        print(sweep_table(rows, sort, {job.folder.name: job.log for job in first_runs if job.has_failed}))
 
 
 def register_sweeps() -> None:

@@ -1,5 +1,6 @@
-"""The table of a sweep: the figures of each choice, fastest first, and the ratio of its speed to the first choice's."""
+"""The table of a sweep: the figures of each choice, best first, and the ratio of its speed to the first choice's."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
 
@@ -7,6 +8,7 @@ from lab.sweep.compare import Ratio, differences, is_generation, ratio
 from runtime.power import tokens_per_joule_cell
 
 Cell = Callable[[dict], str]  # from a row to a cell of the table
+SORTS = "speed", "val/loss"  # sweep.sort: fastest first, or the lowest validation loss first
 
 
 def speed_key(row: dict) -> str:
@@ -17,6 +19,18 @@ def speed_key(row: dict) -> str:
 def speed(row: dict) -> float | None:
     """Return the tokens/s of a run; None if the run is not ok, or was too short to measure."""
     return row.get(speed_key(row)) if row["status"] == "ok" else None
+
+
+def val_loss(row: dict) -> float | None:
+    """Return the lowest validation loss of a run; None if the run is not ok, or did not evaluate.
+
+    Older rows have the last one only.
+    """
+    return row.get("val/loss/min", row.get("val/loss")) if row["status"] == "ok" else None
+
+
+def val_loss_cell(row: dict) -> str:
+    return "" if val_loss(row) is None else f"{val_loss(row):.4f}"
 
 
 def speed_cell(row: dict) -> str:
@@ -76,6 +90,7 @@ TRAINING: dict[str, Cell] = {
     "peak GiB": number_cell("{:.1f}", *PEAK),
     "first step": number_cell("{:.1f} s", "perf/first_step_s"),
     "loss": number_cell("{:.3f}", "train/loss"),
+    "val loss": val_loss_cell,
     **SLOWER,
     **POWER,
 }
@@ -89,7 +104,7 @@ GENERATION: dict[str, Cell] = {
     **SLOWER,
     **POWER,
 }
-OPTIONAL = {"accepted", *SLOWER, *POWER}  # columns that a table leaves out if they are empty
+OPTIONAL = {"accepted", "val loss", *SLOWER, *POWER}  # columns that a table leaves out if they are empty
 
 
 def figure_columns(rows: Iterable[dict]) -> dict[str, Cell]:
@@ -99,29 +114,48 @@ def figure_columns(rows: Iterable[dict]) -> dict[str, Cell]:
     return {name: cell for name, cell in columns.items() if name not in OPTIONAL or any(map(cell, rows))}
 
 
-def sweep_table(choices: dict[str, list[dict]]) -> str:
-    """Return the table as text. `choices` is name -> rows of the runs, in the order of the jobs.
+def sweep_table(choices: dict[str, list[dict]], sort: str = "speed", logs: dict[str, str] | None = None) -> str:
+    """Return the table as text. `choices` is name -> rows of the runs, in the order of the jobs; `sort` is of SORTS.
 
-    Each choice is compared with the first choice of its settings, and the order follows the ratios. Choices without a
-    speed come last.
+    Each choice is compared with the first choice of its settings, and a sort by speed follows the ratios. The lowest
+    validation loss is marked `best`. Choices without a speed and a loss come last, with the reason, and with the path
+    that `logs` has for their name.
     """
-    measured = {name: runs for name, rows in choices.items() if (runs := [row for row in rows if speed(row)])}
+    measured = {name: [row for row in rows if has_figures(row)] for name, rows in choices.items()}
+    shown = {name: shown_run(runs) for name, runs in measured.items() if runs}
+    lowest = min((loss for loss in map(val_loss, shown.values()) if loss is not None), default=None)
     columns = figure_columns(row for rows in choices.values() for row in rows)
     lines, ranks = [], []
-    for name, runs in measured.items():
-        row, first = median_run(runs), first_comparable(runs[0], choices.values())
+    for name, row in shown.items():
+        first = first_comparable(row, choices.values())
         compared = None if first is choices[name] else ratio(choices[name], first)
-        ranks.append(comparable_speed(runs, first, compared))
-        cells = [spread_cell(row), *(cell(row) for cell in columns.values())]
-        lines.append([name, f"{median_speed(runs):,.0f}", str(compared or ""), *cells])
-    lines = [line for _, line in sorted(zip(ranks, lines, strict=True), key=lambda pair: -pair[0])]
+        ranks.append(rank(sort, row, comparable_speed(measured[name], first, compared)))
+        tokens_per_sec = f"{median_speed(measured[name]):,.0f}" if speed(row) else "too short"
+        cells = {column: cell(row) for column, cell in columns.items()}
+        if lowest is not None and val_loss(row) == lowest:
+            cells["val loss"] = f"best {cells['val loss']}"
+        lines.append([name, tokens_per_sec, str(compared or ""), spread_cell(row), *cells.values()])
+    lines = [line for _, line in sorted(zip(ranks, lines, strict=True), key=lambda pair: pair[0])]
     lines.insert(0, ["job", "tokens/s", "of the first", "p20 to p80", *columns])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    # a choice without a speed comes after the widths, because its reason is long; only its name needs a width
+    # a choice without figures comes after the widths, because its reason is long; only its name needs a width
     widths[0] = max(widths[0], *map(len, choices))
-    reasons = {name: rows[0]["status"] for name, rows in choices.items() if name not in measured}
-    lines += [[name, "too short" if reason == "ok" else reason] for name, reason in reasons.items()]
+    for name, rows in choices.items():
+        if name not in shown:
+            reason = "too short" if rows[0]["status"] == "ok" else rows[0]["status"]
+            lines.append([name, "  ".join(filter(None, [reason, (logs or {}).get(name)]))])
     return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines)
+
+
+def has_figures(row: dict) -> bool:
+    """Return whether a row has a speed or a validation loss."""
+    return speed(row) is not None or val_loss(row) is not None
+
+
+def rank(sort: str, row: dict, tokens_per_sec: float) -> tuple[float, float]:
+    """Return a key that is smaller for a better choice. Among equal losses, the fastest is the best."""
+    loss = val_loss(row) if sort == "val/loss" else 0.0
+    return (math.inf if loss is None else loss, -tokens_per_sec)
 
 
 def median_speed(rows: list[dict]) -> float:
@@ -137,6 +171,11 @@ def comparable_speed(rows: list[dict], bases: list[dict], compared: Ratio | None
     Without a ratio it is the choice's own speed.
     """
     return compared.value * median_speed(bases) if compared else median_speed(rows)
+
+
+def shown_run(runs: list[dict]) -> dict:
+    """Return the run with the median speed; if no run has a speed, the first run, whose status says why."""
+    return median_run([row for row in runs if speed(row)] or runs[:1])
 
 
 def median_run(rows: list[dict]) -> dict:

@@ -74,6 +74,23 @@ def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, capsys, damage):
     assert capsys.readouterr().err == f"warning: {path}: line 5 is damaged and is left out\n"
 
 
+def log_losses(folder, resume_after, losses):
+    with Run(folder, "name", config(*QUICK), NO_TRACKER, resume=True) as run:
+        run.truncate_metrics(resume_after)
+        run.begin(kernels={}, env={})
+        for step, loss in losses.items():
+            run.log(step, {"train/loss": 1.0} | ({} if loss == "none" else {"val/loss": loss}))
+    return read_row(folder).get("val/loss/min")
+
+
+def test_the_row_has_the_lowest_validation_loss_of_the_lines_that_stay(tmp_path):
+    """A resumed run drops the lines after its checkpoint, and their losses too."""
+    assert log_losses(tmp_path, 0, {1: "none"}) is None
+    assert log_losses(tmp_path, 1, {2: 4.0, 3: float("nan"), 4: 3.0, 5: 3.5, 6: 2.0}) == 2.0
+    assert log_losses(tmp_path, 5, {6: "none"}) == 3.0
+    assert log_losses(tmp_path, 6, {7: 2.5}) == 2.5
+
+
 @pytest.mark.parametrize("newest", [10, 12])
 def test_lines_that_are_cut_off_are_counted_once(tmp_path, capsys, newest):
     """Cut at each line's end, inside each line, and to nothing. The checkpoint of step 10 records ten lines."""

@@ -92,6 +92,11 @@ def test_jobs_are_modules_that_get_the_prompt_as_the_user_typed_it(sweep):
     assert read_rows() == rows
 
 
+def test_a_sweep_of_generation_has_no_validation_loss(sweep):
+    error = "error: sweep.sort=val/loss: only a training evaluates; choose sweep.sort=speed\n"
+    assert sweep(*WORDS, "sweep.sort=val/loss") == (1, "", error)
+
+
 def test_a_sweep_without_a_prompt_is_continued(sweep):
     words = "-m", "checkpoint=random", "kernels.decode=blocks", "batch=1,8"
     assert sweep(*words, "out_dir=sweep")[0] == 0

@@ -76,6 +76,8 @@ row |= {"gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "end": time.time(), "conf
 if status == "ok":
     row |= {f"perf/tokens_per_sec{p}": 1000.0 * seed + d for p, d in (("", 0), ("/p20", -600), ("/p80", 600))}
     row |= {"env": {}, "perf/laps_s": [1 / seed, 1 / seed]}
+    if "train.eval_every" in words:
+        row |= {"val/loss": 9.0, "val/loss/min": abs(seed - 3) + 2.0}
     row |= {"perf/mfu": 0.5, "mem/peak_allocated_gib": 1.0, "perf/first_step_s": 1.0, "train/loss": 3.0}
 json.dump(row, open(words["out_dir"] + "/result.json", "w"))
 """
@@ -117,10 +119,66 @@ def test_a_job_leaves_a_row_however_it_ends(sweep):
         ["[2/8] 2-seed.10", "failed: exit code -11 (Segmentation fault)"],
         ["[3/8] 3-seed.11", "failed: more than 0.04 minutes"],
     ]
+    assert [lines[number].split("  ")[3:] for number in (2, 3, 6, 7)] == [
+        [],
+        ["sweep/2-seed.10/log.txt"],
+        ["sweep/5-seed.13/log.txt"],
+        [],  # `unavailable` is no failure
+    ]
     table = [line.split() for line in lines[10:-1]]
+    assert [cells[-1] for cells in table[3:7]] == [f"sweep/{n}-seed.{8 + n}/log.txt" for n in range(2, 6)]
+    assert lines[-2].split() == ["7-seed.15", "oom"]
     assert " ".join(table[1]) == "8-seed.4 4,000 1.333x (1.327 to 1.340, 1 run) 3,400 to 4,600 50.0% 1.0 1.0 s 3.000"
     assert table[2][:4] == ["1-seed.3", "3,000", "2,400", "to"]
     assert [cells[0] for cells in table[3:]] == [f"{n}-seed.{8 + n}" for n in range(2, 8)]
+
+
+def test_a_sweep_is_sorted_by_validation_loss(sweep):
+    """The same command with another order prints the table again, and runs no job."""
+    evaluate = "train.eval_every=5"
+    code, out, err = sweep("seed=1,2,3,4", evaluate, "sweep.sort=val/loss")
+    assert (code, err) == (0, "")
+    table = [line.split() for line in out.splitlines()[-5:-1]]
+    order = [(cells[0], cells[-2:]) for cells in table]
+    assert order == [
+        ("3-seed.3", ["best", "2.0000"]),
+        ("4-seed.4", ["3.000", "3.0000"]),  # as low as that of the second job, and faster
+        ("2-seed.2", ["3.000", "3.0000"]),
+        ("1-seed.1", ["3.000", "4.0000"]),
+    ]
+    code, out, err = sweep("seed=1,2,3,4", evaluate)
+    assert (code, err) == (0, "")
+    assert out.startswith("sweep    4 jobs, 4 of them done before")
+    assert [line.split()[0][0] for line in out.splitlines()[-5:-1]] == ["4", "3", "2", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["sweep.sort=loss"], "sweep.sort=loss: choose speed or val/loss"),
+        (
+            ["sweep.sort=val/loss", "train.eval_every=0"],
+            "sweep.sort=val/loss: no job of this sweep evaluates; set train.eval_every, the steps between evaluations",
+        ),
+        (["sweep.sort=speed,val/loss"], "sweep.sort cannot vary in a sweep, because all of its jobs share it"),
+    ],
+)
+def test_an_order_that_is_not_possible_is_one_line_before_the_first_job(sweep, words, reason):
+    assert sweep("seed=1,2", *words) == (1, "", f"error: {reason}\n")
+    assert not Path("sweep").exists()
+
+
+def test_one_job_that_evaluates_is_enough_for_the_order(sweep):
+    code, _, err = sweep("seed=1,2", "train.eval_every=0,5", "sweep.sort=val/loss")
+    assert (code, err) == (0, "")
+    assert len(read_rows()) == 4
+
+
+def test_the_log_of_a_job_elsewhere_has_its_whole_path(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert jobs.SweepJob(tmp_path / "1-x", [], [], [None]).log == f"{tmp_path}/1-x/log.txt"
+    assert jobs.SweepJob(tmp_path / "here/1-x", [], [], [None]).log == "1-x/log.txt"
 
 
 def test_a_sweep_in_the_home_folder(sweep, hotswap, tmp_path, monkeypatch):

@@ -79,6 +79,52 @@ def test_the_order_follows_the_ratio():
     assert [line[2].split(" ")[0] for line in table[1:3]] == ["2.857x", "1.667x"]
 
 
+def make_training(tokens_per_sec, **figures):
+    """Return the row of a training in which every step takes equally long."""
+    keys = [f"perf/tokens_per_sec{part}" for part in ("", "/p20", "/p80")]
+    row = {"status": "ok", "config": {"seed": 1}, "env": {}, **dict.fromkeys(keys, tokens_per_sec)}
+    return row | {"perf/laps_s": [1 / tokens_per_sec] * 8, "train/loss": 3.0, **figures}
+
+
+LOSSES = {
+    "1-fast": [make_training(4000.0, **{"val/loss": 2.5, "val/loss/min": 2.25})],
+    "2-old": [make_training(1000.0, **{"val/loss": 2.125})],  # of a version without the lowest loss
+    "3-best": [make_training(2000.0, **{"val/loss": 2.75, "val/loss/min": 2.0})],
+    "4-none": [make_training(3000.0)],
+    "5-wrong": [make_training(9000.0, **{"val/loss/min": 1.0}) | {"status": "wrong: losses"}],
+}
+
+
+@pytest.mark.parametrize(("sort", "order"), [("speed", "1432"), ("val/loss", "3214")])
+def test_the_lowest_validation_loss_is_marked_and_may_decide_the_order(sort, order):
+    """The run's lowest loss counts, as for `best` in checkpoints/. A wrong run has none."""
+    head, *lines = cells(sweep_table(LOSSES, sort))
+    assert head[-1] == "val loss"
+    assert "".join(line[0][0] for line in lines) == f"{order}5"
+    losses = {line[0]: line[-1] for line in lines}
+    assert losses == {"1-fast": "2.2500", "2-old": "2.1250", "3-best": "best 2.0000", "4-none": "3.000"} | {
+        "5-wrong": "wrong: losses"
+    }
+
+
+def test_a_run_too_short_for_a_speed_has_its_loss():
+    short = make_training(1.0, **{"val/loss/min": 1.5}) | {"perf/tokens_per_sec": None, "perf/laps_s": []}
+    lines = cells(sweep_table(LOSSES | {"6-short": [short]}, "val/loss"))
+    assert lines[1] == ["6-short", "too short", "3.000", "best 1.5000"]
+    assert cells(sweep_table(LOSSES | {"6-short": [short]}))[5][:2] == ["6-short", "too short"]
+
+
+def test_among_equal_losses_the_fastest_is_first():
+    equal = {str(speed): [make_training(speed, **{"val/loss/min": 2.0})] for speed in (1000.0, 3000.0, 2000.0)}
+    lines = cells(sweep_table(equal, "val/loss"))[1:]
+    assert [line[1] for line in lines] == ["3,000", "2,000", "1,000"]
+    assert [line[-1] for line in lines] == ["best 2.0000"] * 3
+
+
+def test_a_sweep_without_evaluations_has_no_such_column():
+    assert "val loss" not in sweep_table({name: LOSSES[name] for name in ("4-none", "5-wrong")})
+
+
 def test_accepted_tokens_have_a_column_if_any_row_drafts():
     draft = make_run(tokens_per_sec=3000.0, **{"gen/accepted_tokens": 1.625})
     draft["config"] = draft["config"] | {"generate": {"speculate": "ngram"}}
