@@ -15,7 +15,8 @@ CHOICE_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A
 FAMILY_COLOURS = dict(zip(("triton", "compile", "triton + compile", "eager"), CHOICE_COLOURS, strict=False))
 BACKEND_COLOURS = [*CHOICE_COLOURS, "#8C6BB1", "#999933", "#8B5A2B", "#7F8C8D", "#44AA99", "#AA4499", "#DDCC77"]
 BACKEND_COLOURS += ["#882255"]
-SYMBOLS = "circle", "square", "diamond", "cross", "triangle-up", "x", "star", "pentagon", "triangle-down", "hexagon", "diamond-tall"
+SYMBOLS = ["circle", "square", "diamond", "cross", "triangle-up", "x", "star", "pentagon", "triangle-down", "hexagon"]
+SYMBOLS += ["diamond-tall"]
 DASHES = "solid", "dot", "longdash"  # "dash" is for references
 PART_COLOURS = ["#4477AA", "#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#AA4499", "#999933", "#117733", "#882255"]
 PART_COLOURS += ["#332288", "#E69F00", "#8B5A2B", "#00708A", "#7A9E2E"]
