@@ -49,7 +49,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def inductor_options(mode: str = "default") -> dict[str, Any]:
-    """Return the options of torch.compile's `mode`, with which a Triton kernel gets a Python float as fp32.
+    """Return torch.compile's options for `mode`. They also pass a Python float to a Triton kernel as fp32.
 
     Triton itself passes fp32, but Inductor fp64. A tile times an fp64 scale is fp64, too: rung 12 of course/ did
     not compile (torch 2.11). The import takes a second, which torch.compile needs anyway.

@@ -124,7 +124,7 @@ class KernelsConfig(make_dataclass("Backends", [(op, str, default_impl(op)) for 
         if self.compile_mode not in COMPILE_MODES:
             reason = f"choose {', '.join(COMPILE_MODES)}"
             if self.compile_mode in ("max-autotune", "reduce-overhead"):
-                reason = "it captures CUDA graphs, and train.cuda_graph captures the whole step: " + reason
+                reason = "it captures CUDA graphs of its own, and train.cuda_graph captures the whole step: " + reason
             raise KernelError(f"kernels.compile_mode={self.compile_mode}: {reason}")
         if self.compile_mode != "default" and not self.compile:
             raise KernelError(f"kernels.compile_mode={self.compile_mode} has no effect: add kernels.compile=true")
@@ -319,8 +319,8 @@ def resolve(
         else:
             functions[op] = load(op, impl, device, needed, version)
     if kernels.compile and (others := other_runtimes(functions)):
-        reasons = ", ".join(others.values())
-        raise Unavailable(f"kernels.compile=true cannot run here: torch.compile cannot trace this: {reasons}; omit it")
+        reason = f"torch.compile cannot trace other runtimes, and {', '.join(others.values())}"
+        raise Unavailable(f"kernels.compile=true cannot run here: {reason}: choose kernels.compile=false")
     return Ops(**functions)
 
 

@@ -1,29 +1,29 @@
 """Call a function in JAX with PyTorch's tensors: what the backends `xla` of all ops share.
 
 jax.jit compiles the function with XLA for each combination of shapes and dtypes, which takes 0.1 s or more. DLPack
-passes tensors in both directions without a copy. XLA takes only compact tensors at multiples of 64 bytes, so call()
-copies others, such as the views of a packed q, k and v.
+passes tensors in both directions without a copy. XLA takes only contiguous tensors whose address is a multiple
+of 64 bytes, so call() copies others, such as the views of a packed q, k and v.
 
-The backward is jax.vjp's. Its residuals are inputs, outputs, and the products of matmuls: jax.checkpoint recomputes all
-else, which XLA fuses into the backward. Inputs and outputs are saved as they are. Arguments that need no gradient get
+The backward is jax.vjp's. It saves the inputs, the outputs and the results of matmuls. jax.checkpoint recomputes all
+else, and XLA fuses that into the backward. Saved inputs and outputs are not copied. Arguments that need no gradient get
 none.
 
 On a GPU, XLA launches its kernels on a stream of its own, and nothing here waits on the host:
 
-    before    with each tensor that JAX takes, XLA's stream waits for PyTorch's current stream
-    after     with each result that PyTorch takes, its current stream waits for XLA's
-    memory    PyTorch may free an input when call() ends, because its stream then waits for all readers of the input.
+    before    for each input, XLA's stream waits for PyTorch's current stream
+    after     for each result, PyTorch's current stream waits for XLA's stream
+    memory    PyTorch may free an input when call() ends, because PyTorch's stream then waits until XLA has read it.
               XLA may write to a result that PyTorch freed, because its next call waits for PyTorch's stream
 
 A call costs the host about 0.1 ms a tensor: 2 ms for mlp, forward and backward, on one core of an AMD EPYC. A CUDA
-graph cannot contain such a call, and torch.compile cannot trace it: both are refused. Results are in the memory
-of XLA's allocator, which keeps what it took, so torch.cuda.max_memory_allocated() does not count them.
+graph cannot contain such a call, and torch.compile cannot trace it: both are refused. XLA's
+allocator owns the results, so torch.cuda.max_memory_allocated() does not count them.
 """
 
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from kernels.registry import Unavailable
 
 RUNTIME = "XLA"
 ALIGNMENT = 64  # bytes. JAX would copy another tensor silently
-KEPT = "kept"  # checkpoint_name() of what the backward keeps beside the products of matmuls
+KEPT = "kept"  # checkpoint_name() of tensors that the backward saves besides the results of matmuls
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
@@ -62,9 +62,9 @@ def detail(**inputs: Any) -> str:
 
 @functools.cache
 def start_jax() -> Any:
-    """Return the module jax, with its devices. Of a GPU's memory it takes what it needs, unless the user set how much.
+    """Return the module jax, with its devices. It allocates a GPU's memory on demand, unless the user set the variable.
 
-    By default it would take 75% at once. JAX reads this variable only here, so it is not left in the environment.
+    By default it would allocate 75% at once. JAX reads the variable only here, so it is not left in the environment.
     """
     import jax
 
@@ -87,7 +87,10 @@ def settings() -> Iterator[Any]:
 
 
 class Derivative(NamedTuple):
-    """How to make a jax.vjp from its leaves. `sources[i]` is leaf i among the inputs and outputs; None: a residual."""
+    """Rebuilds the function of jax.vjp from its leaves. `sources[i]` is the index of leaf i in inputs + outputs.
+
+    It is None if leaf i is saved by itself.
+    """
 
     tree: Any
     sources: tuple[int | None, ...]
@@ -108,7 +111,8 @@ class Program(NamedTuple):
     backward: Callable
 
 
-traced: dict[str, list[tuple[str, Callable, tuple]]] = {}  # op -> (name, jitted function, shapes)
+programs: dict[Callable, tuple[str, str]] = {}  # jitted function -> its op and its name
+compiled: dict[tuple, tuple] = {}  # (jitted function, shapes and dtypes of its tensors) -> its abstract arguments
 
 
 @functools.cache
@@ -142,19 +146,8 @@ def program(op: str, function: Callable, options: tuple[tuple[str, Any], ...], w
 
 
 def jit(op: str, function: Callable) -> Callable:
-    """Return jax.jit(function), which lists in `traced` each combination of shapes that it is traced for."""
-    jax = start_jax()
-
-    @functools.wraps(function)
-    def trace(*arguments: Any) -> Any:
-        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arguments)
-        traced.setdefault(op, []).append((function.__name__, jitted, shapes))
-        if torch.cuda.is_initialized():
-            # XLA times matmuls when it compiles, in free memory that queued kernels of PyTorch may still read
-            torch.cuda.synchronize()
-        return function(*arguments)
-
-    jitted = jax.jit(trace)
+    jitted = start_jax().jit(function)
+    programs[jitted] = op, function.__name__
     return jitted
 
 
@@ -172,12 +165,18 @@ def run(function: Callable, *arguments: Any) -> Any:
             make = functools.partial(torch.empty, device=leaves[0].device)
             return jax.tree.map(lambda array: make(array.shape, dtype=getattr(torch, array.dtype.name)), results)
         arrays = jax.tree.map(to_jax, arguments)  # alive until PyTorch's stream waits for the results
+        key = function, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in compiled:
+            compiled[key] = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+            if leaves[0].is_cuda:
+                # XLA times matmuls when it compiles, in free memory that queued kernels of PyTorch may still read
+                torch.cuda.synchronize(leaves[0].device)
         # On a CPU, from_dlpack() waits until XLA has finished, because PyTorch's next operator may write to an input
         return jax.tree.map(torch.from_dlpack, function(*arrays))
 
 
 def to_jax(tensor: Tensor) -> Any:
-    """Return the tensor as an array with the same memory. The tensor is copied if XLA does not take it as it lies."""
+    """Return the tensor as an array with the same memory. It is copied if it is not contiguous or not aligned."""
     tensor = tensor.detach().contiguous()
     if tensor.data_ptr() % ALIGNMENT:
         tensor = tensor.clone()
@@ -226,12 +225,13 @@ def call(op: str, function: Callable, *tensors: Tensor | None, **options: Any) -
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-def hlo(ops: Iterable[str]) -> dict[str, str]:
+def hlo(ops: Collection[str]) -> dict[str, str]:
     """Return {op: the HLO of each program that was compiled for it, after XLA's fusion}. It compiles them again."""
     texts = {}
     with settings():
-        for op in ops:
-            for name, jitted, shapes in list(traced.get(op, ())):
-                text = jitted.lower(*shapes).compile().as_text()
+        for (function, *_), shapes in compiled.items():
+            op, name = programs[function]
+            if op in ops:
+                text = function.lower(*shapes).compile().as_text()
                 texts[op] = texts.get(op, "") + f"// {op}: {name}\n{text}\n"
     return texts

@@ -2,7 +2,7 @@
 
 A peer is a recipe that builds another system's model: train.py's loop, data and meter measure it. It starts from the
 weights that our model would have, in the form of model/export.py. So its first loss is our model's, up to rounding.
-Only nanoGPT's GELU is another one, by erf, which differs by less than 5e-4 an activation.
+Only nanoGPT differs: its GELU uses erf, and each activation differs by less than 5e-4.
 
 A peer runs as its users run it: attention by SDPA, torch.compile with its default options (which allow graph breaks),
 no CUDA graph, and PyTorch's fused AdamW. With precision=bf16 everything is in bf16, without fp32 masters. With
@@ -119,7 +119,7 @@ class PeerRecipe(Recipe):
         else:
             model, loss = transformers(source, self.liger), transformers_loss
         theirs, expected = sum(weight.numel() for weight in model.parameters()), cost.parameters(self.model)
-        text = f"{self.label} has {theirs:,} parameters, and our model {expected:,}: compare models of one size"
+        text = f"{self.label} has {theirs:,} parameters, but our model has {expected:,}: choose a model that both have"
         check(theirs == expected, text)
         return Peer(model.to(device, PRECISIONS[self.precision][0]).train(), loss, autocast=self.precision == "amp")
 

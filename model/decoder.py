@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import decode as contract
 from kernels.cache import Cache
 from kernels.compat import allow_graphs
-from kernels.registry import KernelError, Unavailable, backend, load, missing_argument, reads_fp8
+from kernels.registry import KernelError, Unavailable, backend, load, missing_argument, other_runtimes, reads_fp8
 from kernels.sampling import Sampling, sample_tokens, seeds_of, shift_positions
 from model.compat import inductor
 from model.generate_config import DTYPES, GenerateConfig
@@ -244,7 +244,13 @@ class Decoder:
 
     @torch.no_grad()
     def warm_up(self, prompt: int, new_tokens: int) -> list[int]:
-        """Compile and capture the steps after a prompt of this length. Return the buckets. It overwrites the cache."""
+        """Compile and capture the steps after a prompt of this length. Return the buckets. It overwrites the cache.
+
+        Raises Unavailable if a GPU cannot capture an op.
+        """
+        if self.tokens.is_cuda and (others := other_runtimes(self.model.ops._asdict())):
+            reason = f"a GPU decodes in CUDA graphs, and {', '.join(others.values())}"
+            raise Unavailable(f"generation cannot run here: {reason}: choose kernels=eager attn=sdpa")
         self.captures = self.tokens.is_cuda
         if self.generate_tokens:  # compiles its kernel
             self.positions.zero_()

@@ -102,7 +102,7 @@ class FlatAdamW(Optimizer):
         self.update_by_adamw(slice(0, len(self.flat_master)), self.exp_avg, self.exp_avg_sq, scale, refuse)
 
     def update_by_adamw(self, part: slice, exp_avg: Tensor, exp_avg_sq: Tensor, scale: Tensor, refuse: Tensor) -> None:
-        """Update a part of the flat buffers, which has these moments. Its ends are multiples of MULTIPLE."""
+        """Update a slice of the flat buffers with these moments. It begins and ends at multiples of MULTIPLE."""
         c = self.config
         self.adamw(
             master=self.flat_master[part],

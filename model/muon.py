@@ -84,8 +84,9 @@ class Muon(TorchAdamW):
 class FlatMuon(FlatAdamW):
     """Muon for the matrices in the blocks of a bf16 or fp16 model, and FlatAdamW for its other weights.
 
-    In the flat buffers the matrices of the blocks stand together, and in `exp_avg` they have their momentum. The passes
-    around the op are two kernels (kernels/muon/_updates.py). The arguments are those of Muon and FlatAdamW.
+    The matrices of the blocks are contiguous in the flat buffers. Their part of `exp_avg` holds Muon's momentum, and
+    `exp_avg_sq` has no part for them. The passes around the op are two kernels (kernels/muon/_updates.py). The
+    arguments are those of Muon and FlatAdamW.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class FlatMuon(FlatAdamW):
             )
 
     def without_blocks(self, part: slice) -> slice:
-        """Return where a part of the flat buffers is in exp_avg_sq, which lacks the matrices of the blocks."""
+        """Return the slice of exp_avg_sq for a slice of the flat buffers outside the matrices of the blocks."""
         missing = self.blocks.stop - self.blocks.start if part.start >= self.blocks.stop else 0
         return slice(part.start - missing, part.stop - missing)
 

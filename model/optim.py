@@ -237,7 +237,7 @@ class TorchAdamW(Optimizer):
     """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused.
 
     `options` are Optimizer's. With `rounded`, a lower dtype, fp32 weights are rounded to that dtype after each update
-    (for lab/proof's reference). With `masters=False`, lower weights have no fp32 masters (for lab/peers.py).
+    (for lab/proof's reference). With `masters=False`, bf16 weights have no fp32 masters (for lab/peers.py).
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class TorchAdamW(Optimizer):
         super().__init__(model, ranks, **options)
         self.grad_clip = config.grad_clip
         self.rounded = rounded if rounded != torch.float32 else None
-        is_lower = any(weight.dtype != torch.float32 for weight in self.weights)
-        self.has_masters = self.rounded is not None or (masters and is_lower)
+        is_half = any(weight.dtype != torch.float32 for weight in self.weights)
+        self.has_masters = self.rounded is not None or (masters and is_half)
         self.masters = self.weights
         if self.rounded:
             with torch.no_grad():

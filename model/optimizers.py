@@ -25,9 +25,9 @@ def make_optimizer(
 ) -> Optimizer:
     """Return the optimizer for the backend `impl` of the op adamw: TorchAdamW for eager, FlatAdamW for all others.
 
-    `auto` is eager for weights that FlatAdamW does not take. If the config names Muon, they are Muon and FlatMuon with
-    the backend `muon`, which computes in `dtype`. `options` are Optimizer's. Raises Unavailable if a backend cannot run
-    here.
+    `auto` is eager for weights that FlatAdamW does not take. With optim=muon it returns Muon instead of TorchAdamW, and
+    FlatMuon instead of FlatAdamW. `muon` is the backend of that op, which computes in `dtype`. `options` are
+    Optimizer's. Raises Unavailable if a backend cannot run here.
     """
     weight = next(model.parameters())
     uses_muon = config.name == "muon"

@@ -17,9 +17,10 @@ from train import Config as TrainConfig
 from train import complete_config, run_recipe
 
 WORDS = "+experiment=throughput", "proof=false", "train.cuda_graph=false"  # before the user's
-# Keys of train.py that need a model or an optimizer of ours -> the value without them
+# Keys of train.py that work only with our model or optimizer -> the value that a peer must have
 FIXED = {"proof": False, "profile": False, "init_from": None, "parallel": "ddp", "attn.impl": "sdpa"}
 FIXED |= {"train.cuda_graph": False, "train.eval_every": 0, "train.sample_tokens": 0, "train.resume": None}
+FIXED |= {"train.checkpoint_every": 0, "kernels.compile_mode": "default", "kernels.adamw": "auto", "kernels.fp8": None}
 FIXED |= {"model.dropout": 0.0, "model.checkpointing": "none", "data.mask_documents": False, "optim.name": "adamw"}
 
 
@@ -51,7 +52,10 @@ def main(cfg: Config) -> None:
     check(ours is None, f"{ours} is for our models: choose kernels=eager, or kernels=compile for torch.compile")
     for key, value in FIXED.items():
         got = attrgetter(key)(training)
-        check(got == value, f"{key}={value_text(got)} is for our models: a peer trains with {key}={value_text(value)}")
+        check(got == value, f"a peer trains with {key}={value_text(value)}, not {value_text(got)}")
+    for key, default in (("device", "auto"), ("out_dir", None)):
+        value = getattr(training, key)
+        check(value == default, f"{key}={value_text(value)} stands after --: put it before --")
     training.device, training.out_dir = cfg.device, cfg.out_dir
     path = Path(cfg.path) if cfg.path else None
     recipe = replace(PeerRecipe.of(training), system=cfg.system, liger=cfg.liger, path=path)

@@ -2,8 +2,8 @@
 
 XLA fuses the scale, the mask and the softmax between the two matmuls, but each matmul reads and writes memory. So the
 (B, H, Tq, Tk) scores and weights take 2 bytes each in bf16, and the backward keeps the scores: 1.5 GiB a layer at
-B = 64, T = 1024, 12 heads. It recomputes the weights. This is no cuDNN: jax.nn.dot_product_attention could call it. A
-packed q, k and v are copied, because XLA takes only contiguous tensors.
+B = 64, T = 1024, 12 heads. It recomputes the weights. It does not use cuDNN's attention, which
+jax.nn.dot_product_attention can call. A packed q, k and v are copied, because XLA takes only contiguous tensors.
 """
 
 import math

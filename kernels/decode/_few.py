@@ -236,7 +236,8 @@ def product_launch(OUT: int, K: int, dtype: torch.dtype, processors: int) -> dic
     next one cannot start early; triton.py has an example.
     """
     if dtype == torch.float32:  # for comparisons of results, not for speed
-        # The rows of W are in shared memory. 64 KB also fit into compute capability 8.6, which has 99
+        # The rows of W pass through shared memory: at most 64 KB, because compute capability 8.6 has only 99. Rows of
+        # more than 16,384 columns need more
         rows = min(16, triton.next_power_of_2(16384 // K + 1) // 2)
         return {"BLOCK_N": max(1, rows), "BLOCK_K": 128, "SLICES": 8, "num_warps": 4}
     rows = 8 if 16 * processors > OUT else 16

@@ -28,7 +28,7 @@
 //
 // Other models have the same phases and exchanges. With swiglu, a block's rows of fc are gate and up of the same units.
 // So the block itself multiplies silu(gate) by up, and publishes one result for two rows. If q and k are normalised,
-// the blocks that attend do it where they rotate: one warp receives a whole head, so the mean square takes no barrier.
+// the blocks that attend do it where they rotate: one warp receives a whole head, so the mean square needs no barrier.
 // A wide fc has several passes, because a thread keeps the sums of a pass in registers.
 //
 // 12 layers take some 119 us, the head 15 us, and the draw 13 us. A layer takes 17,300 cycles. Five exchanges of 0.82

@@ -7,7 +7,7 @@ The kernel needs its own copy of the weights, in another order: 247 MB for 124M.
 makes 6,944 tokens/s at batch 1 (decode=triton: 5,155) and 33,277 with 8 sequences (34,016), and 1558M makes 906 at
 batch 1 (543).
 
-It also computes Llama's, SmolLM2's and Qwen3's shapes, whose speed was not measured yet. Constants choose the norm, the
+It also decodes Llama, SmolLM2 and Qwen3. Their speed has not been measured. Constants choose the norm, the
 activation and the norm of queries and keys, so GPT-2's instructions are the same as without them.
 """
 

@@ -35,7 +35,7 @@ def loss_in_jax(x: Any, weight: Any, targets: Any, ignore_index: int, softcap: f
 
 
 def scale_gradients(function: Callable) -> Callable:
-    """Return function(x, weight, targets), a scalar, with gradients that are multiplied by its own after the matmuls.
+    """Return function(x, weight, targets), a scalar, whose gradients get the incoming gradient as a factor at the end.
 
     The gradient of a logit would otherwise be rounded after this factor: in fp16 it would be 0 for 65,536 targets, and
     infinite with the first scale of a GradScaler.

@@ -3,9 +3,9 @@
     before    reads the gradient and the momentum; writes the momentum and the matrices to orthogonalise
     after     reads the result and the fp32 master; writes the master and the rounded weight
 
-In bf16 these are 12 + 12 bytes a weight. model/muon.py's passes in PyTorch, with those for clipping and rounding, are
-together 102. Newton-Schulz transposes a matrix with more rows than columns. Here the kernels do it with tiles that they
-hold anyway. On an H200, two transpositions in the op took 0.34 ms of 1.38 for the matrices (12, 3072, 768) in bf16.
+In bf16 these are 12 + 12 bytes a weight. In PyTorch, model/muon.py moves 102, including clipping and rounding.
+Newton-Schulz transposes a matrix with more rows than columns. These kernels transpose the tile that they have loaded,
+so the op needs no pass for it. On an H200 the op's transpositions took 0.34 ms of 1.38 for (12, 3072, 768) in bf16.
 """
 
 import torch
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from kernels.direct import custom_op
 
-BLOCK = 64  # rows and columns of a tile: 128 bytes in bf16, by rows and by columns
+BLOCK = 64  # rows and columns of a tile: each is 128 bytes in bf16, so transposed stores are coalesced, too
 
 
 @triton.jit
 def tile_offsets(stride, R, C, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return this program's offsets in matrices (R, C) that begin every `stride` elements, and in contiguous ones.
+    """Return the offsets of this program's tile in matrices (R, C) that begin every `stride` elements, and the mask.
 
-    The latter are (C, R) if TRANSPOSED. Also return which of the offsets are inside.
+    Between them, return its offsets in a contiguous tensor, whose matrices are (C, R) if TRANSPOSED.
     """
     matrix = tl.program_id(2).to(tl.int64)
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -130,7 +130,7 @@ def apply_steps(
 ) -> None:
     """Subtract lr (length steps + weight_decay master) from master (n, R, C), and round the result to weight.
 
-    master (fp32) and weight have the same strides, and contiguous matrices. steps is as update_momentum()'s result. lr
-    is () fp32. If `refuse` () bool is true, nothing changes.
+    master (fp32) and weight have the same strides, and contiguous matrices. steps has the shape of update_momentum()'s
+    result. lr is () fp32. If `refuse` () bool is true, nothing changes.
     """
     _after(master, weight, steps.contiguous(), lr, refuse, length, weight_decay)

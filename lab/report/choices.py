@@ -8,7 +8,7 @@ from lab.rerun import rerun_command
 from lab.sweep import compare
 from lab.sweep.table import comparable_speed, median_speed, speed, speed_key
 
-# The names of baselines start with these. compile may have another mode, as in "compile, max-autotune · sdpa"
+# The names of baselines start with these. compile may have another mode: "compile, MODE · sdpa"
 COMPILED, EAGER = re.compile(rf"{BASELINE[0]}(, [\w-]+)? · {BASELINE[1]}"), "eager ·"
 
 
@@ -104,11 +104,11 @@ def group_runs(rows: list[dict]) -> list[Choice]:
 
 
 def is_same_choice(row: dict, other: dict) -> bool:
-    """Return whether both rows have the same config and the same machine.
+    """Return whether both rows have the same config, the same machine, and the same system (scripts.peers).
 
     The row of a run that never started has no machine, and matches any machine.
     """
-    if not ("config" in row and "config" in other):
+    if not ("config" in row and "config" in other) or compare.peer_name(row) != compare.peer_name(other):
         return False
     return compare.settings(row) == compare.settings(other) and not compare.differences(row, other)
 
@@ -159,7 +159,8 @@ def compare_choices(choices: list[Choice], force: bool, from_results: bool) -> N
 
     The baseline is the choice with the kernels of the sweep's first job, else compile · sdpa, else eager, else the
     choice that ran first. Rows from results/ have no first job. If compile · sdpa ran in several modes of
-    torch.compile, the fastest is the baseline. With `force`, the first choice is the only baseline.
+    torch.compile, the fastest is the baseline, also if the first job had another one. With `force`, the first choice is
+    the only baseline.
     """
     first = None if from_results or not choices else choices[0].name
     for group in comparable_groups(choices):

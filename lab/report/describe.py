@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from kernels.names import OPTIMIZER_OPS, default_impl, ops_with_a_choice, preset_name
-from lab.sweep.compare import is_generation, sequences
+from lab.sweep.compare import is_generation, peer_name, sequences
 from model.config import GPTConfig
 
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
@@ -68,11 +68,6 @@ def kernels_cell(row: dict) -> str:
     names += compile_mode(kernels)
     names += fp8_and_optimizer(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
     return names + (", Muon" if row["config"].get("optim", {}).get("name") == "muon" else "")
-
-
-def peer_name(row: dict) -> str | None:
-    """Return what a row of scripts.peers measures, such as "transformers 5.17.0 + torch.compile"; otherwise None."""
-    return row.get("kernels", {}).get("peer")
 
 
 def fp8_and_optimizer(kernels: dict) -> str:
@@ -148,7 +143,7 @@ def kernels_name(row: dict) -> str:
 
 
 def compile_mode(kernels: dict) -> str:
-    """Return ", max-autotune-no-cudagraphs" for such a config.kernels of a row; "" for the default mode."""
+    """Return the suffix for a mode that is not the default: ", max-autotune-no-cudagraphs"; otherwise ""."""
     mode = kernels.get("compile_mode", "default")
     return "" if mode == "default" else f", {mode}"
 

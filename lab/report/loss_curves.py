@@ -168,16 +168,17 @@ def optimizers(device: str) -> str:
 
 
 def by_optimizer(runs: list[Curve]) -> dict[tuple[str, str], list[Curve]]:
-    """Return (precision, optimizer) -> its complete runs, one for each seed: bf16 first, and AdamW before Muon."""
+    """Return (precision, optimizer) -> the last complete run of each seed: bf16 first, and AdamW before Muon."""
+    complete = [run for run in runs if run.row["status"] == "ok"]
+    last = {(run.row["config"]["precision"], run.optimizer, run.seed): run for run in complete}
     choices: dict[tuple[str, str], list[Curve]] = {}
-    for run in sorted(runs, key=lambda run: (run.row["config"]["precision"], run.optimizer, run.seed)):
-        if run.row["status"] == "ok":
-            choices.setdefault((run.row["config"]["precision"], run.optimizer), []).append(run)
+    for precision, optimizer, seed in sorted(last, key=lambda key: (key[0] != "bf16", *key)):
+        choices.setdefault((precision, optimizer), []).append(last[precision, optimizer, seed])
     return choices
 
 
 def reach_cells(runs: list[Curve], baselines: dict[int, Curve]) -> list[str]:
-    """Return the million tokens and the minutes to the last loss of each run's baseline, each with its share.
+    """Return the million tokens to the last loss of each run's baseline, their share of the baseline's; then minutes.
 
     The baseline is the run of the same seed. If a run does not reach the loss, the first cell says how many do.
     """
@@ -196,7 +197,10 @@ def reach_cells(runs: list[Curve], baselines: dict[int, Curve]) -> list[str]:
 
 
 def optimizer_figures(runs: list[Curve], y: str) -> list[Figure | None]:
-    """Return the losses over tokens and over minutes: the mean of the seeds, in the band between them."""
+    """Return the losses over tokens and over minutes: the mean over the seeds, with a band from lowest to highest.
+
+    A figure without points is None.
+    """
     units: dict[str, Callable[[Curve], float | None]] = {
         "million tokens": lambda run: run.row["config"]["train"]["tokens_per_step"] / 1e6,
         "minutes": lambda run: run.minutes_per_step,

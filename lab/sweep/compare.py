@@ -69,6 +69,11 @@ def is_generation(row: dict) -> bool:
     return "max_new_tokens" in row.get("config", {})
 
 
+def peer_name(row: dict) -> str | None:
+    """Return what a row of scripts.peers measures, such as "transformers 5.17.0 + torch.compile"; otherwise None."""
+    return row.get("kernels", {}).get("peer")
+
+
 def sequences(row: dict) -> int:
     """Return how many sequences a generation decodes at once. Old rows have one prompt, and no gen/sequences."""
     return row.get("gen/sequences") or row["config"]["batch"]
@@ -102,7 +107,8 @@ def settings(row: dict) -> dict:
 def differences(row: dict, base: dict) -> list[str]:
     """Return a line for each difference of two rows besides their kernels. Compare only rows without differences.
 
-    The row of a run that never started names no machine, and matches any machine.
+    The row of a run that never started names no machine, and matches any machine. A peer never captures its steps, so
+    train.cuda_graph is no difference from a peer.
     """
     lines = value_differences("GPUs", row.get("world_size", 1), base.get("world_size", 1))
     config, base_config = settings(row), settings(base)
@@ -110,6 +116,8 @@ def differences(row: dict, base: dict) -> list[str]:
         for name, schema in (("model", GPTConfig), ("optim", OptimConfig)):
             if isinstance(groups.get(name), dict):
                 groups[name] = field_defaults(schema) | groups[name]
+        if peer_name(row) or peer_name(base):
+            groups["train"].pop("cuda_graph", None)
     for key in sorted((config | base_config).keys() - set(COMPARED)):
         lines += value_differences(key, config.get(key), base_config.get(key))
     if "env" in row and "env" in base:

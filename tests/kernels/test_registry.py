@@ -139,7 +139,7 @@ def test_labels_of_choices():
         (
             True,
             "max-autotune",
-            "compile_mode=max-autotune: it captures CUDA graphs, and train.cuda_graph captures",
+            "compile_mode=max-autotune: it captures CUDA graphs of its own, and train.cuda_graph captures",
         ),
         (False, "max-autotune-no-cudagraphs", "no-cudagraphs has no effect: add kernels.compile=true"),
     ],

@@ -15,6 +15,7 @@ from lab.report.bench_panels import MARK_OF_OP
 from lab.report.choice_table import report_tables, wandb_table
 from lab.report.choices import Choice
 from lab.report.colours import choice_colours, part_colours
+from lab.report.describe import kernels_name
 from lab.report.panels import choice_origin, tradeoff_figure
 from lab.report.plot import plotly
 from lab.report.source import read_source
@@ -91,6 +92,19 @@ def test_the_fastest_mode_of_torch_compile_is_the_baseline(tmp_path, results):
     ratios = {line[head.index("kernels")]: line[head.index("of compile")] for line in lines}
     assert ratios["compile, max-autotune-no-cudagraphs"] == "1.000x"
     assert 0.85 < float(ratios["compile"].split("x")[0]) < 0.95
+
+
+def test_a_peer_is_a_choice_of_its_own_that_is_compared_with_ours(tmp_path):
+    """Its config is that of train.py, so only the row's kernels tell peers apart. A peer captures no steps."""
+    rows = [make_row("compile"), make_row("compile", scale=1.2), make_row("compile", scale=1.1)]
+    for row, name in zip(rows[1:], ("transformers 5.17.0 + torch.compile", "transformers 5.17.0 + Liger"), strict=True):
+        row["kernels"] = {"peer": name, "attention": "sdpa", "compile": True}
+        row["config"]["train"]["cuda_graph"] = False
+    for number, row in enumerate(rows):
+        write_row(tmp_path / str(number), row)
+    choices = read_source(tmp_path).measured_choices
+    assert sorted(choice.name.split(" · ")[0] for choice in choices) == sorted(map(kernels_name, rows))
+    assert {choice.base.name for choice in choices} == {"compile · sdpa"}
 
 
 def test_a_choice_has_the_median_speed_and_the_largest_peak_of_its_runs():

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,6 +55,16 @@ def test_rows_become_the_table_and_the_figure(hotswap, monkeypatch, tmp_path):
     kept = [line for line in path.read_text().splitlines() if json.loads(line)["config"]["optim"]["name"] == "muon"]
     path.write_text("\n".join(kept) + "\n")
     assert (loss_curves.optimizers("muon"), loss_curves.optimizers("nothing")) == ("", "")
+
+
+def test_the_last_run_of_a_seed_counts():
+    def run(precision, seed, status="ok"):
+        return SimpleNamespace(row={"status": status, "config": {"precision": precision}}, optimizer="Muon", seed=seed)
+
+    runs = [run("amp", 1), run("bf16", 1), run("bf16", 2), run("bf16", 1), run("bf16", 2, "oom")]
+    choices = loss_curves.by_optimizer(runs)
+    assert list(choices) == [("bf16", "Muon"), ("amp", "Muon")]
+    assert choices["bf16", "Muon"] == [runs[3], runs[2]]
 
 
 def check_table(runs):
