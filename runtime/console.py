@@ -60,10 +60,9 @@ def model_header(row: dict, model: str, *lines: str, compiled: str = "torch.comp
 
 def compile_texts(row: dict, text: str) -> list[str]:
     """Return what a header says about torch.compile: [`text` and a mode that is not the default], or an empty list."""
-    kernels = row["config"]["kernels"]
-    if not kernels["compile"]:
+    if not row["kernels"]["compile"]:
         return []
-    mode = kernels.get("compile_mode", "default")
+    mode = row["config"].get("kernels", {}).get("compile_mode", "default")
     return [text if mode == "default" else f"{text}, {mode}"]
 
 

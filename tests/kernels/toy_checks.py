@@ -50,6 +50,7 @@ def test_a_preset_takes_the_backend_for_each_op_that_has_it():
         "muon": "auto",
         "decode": "blocks",
         "compile": False,
+        "compile_mode": "default",
         "check": True,
         "fp8": None,
     }
