@@ -533,9 +533,6 @@ def test_muon_trains_and_has_a_proof(hotswap):
     assert (result["config"]["optim"]["name"], result["config"]["optim"]["momentum"]) == ("muon", 0.95)
     assert result["parity"]["ok"] is True
     assert 0 < result["parity"]["loss_error"] < 0.01
-    code, _, err = hotswap(*words, "kernels.adamw=triton", "out_dir=other")
-    assert (code, err.count("\n")) == (1, 1)
-    assert "adamw=triton cannot run here: with optim=muon only kernels.adamw=eager updates the rest" in err
     Path("mine.py").write_text("from kernels.muon._template import muon")
     assert hotswap(*words, "kernels.muon=mine.py", "out_dir=mine")[0] == 0
     assert row("mine")["kernels"]["muon"].startswith("mine.py (torch")
