@@ -142,18 +142,19 @@ class FlatMuon(FlatAdamW):
         return name_states(self.names, self.groups)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        flats = {"model": self.flat_master, "exp_avg": self.exp_avg, "momentum": self.exp_avg}
-
-        def find(group: str, i: int) -> Tensor:
-            if group != "exp_avg_sq":
-                return self.view(flats[group], i)
-            weight, start = self.weights[i], self.offsets[i]
-            return self.exp_avg_sq[self.without_blocks(slice(start, start + weight.numel()))].view(weight.shape)
-
-        number = {name: i for i, name in enumerate(self.names)}
+        groups, masters = self.state_names(), self.views(self.flat_master)
+        averages = dict(zip(self.names, self.views(self.exp_avg), strict=True))  # of AdamW and of Muon
         return {
-            group: {name: find(group, number[name]) for name in names} for group, names in self.state_names().items()
+            "model": dict(zip(self.names, masters, strict=True)),
+            "exp_avg": {name: averages[name] for name in groups["exp_avg"]},
+            "exp_avg_sq": {name: self.view_squares(self.names.index(name)) for name in groups["exp_avg_sq"]},
+            "momentum": {name: averages[name] for name in groups["momentum"]},
         }
+
+    def view_squares(self, i: int) -> Tensor:
+        """Return the part of weight i in exp_avg_sq."""
+        weight, start = self.weights[i], self.offsets[i]
+        return self.exp_avg_sq[self.without_blocks(slice(start, start + weight.numel()))].view(weight.shape)
 
 
 def orthogonalise(muon: Callable, matrices: Tensor, ranks: Ranks) -> Tensor:

@@ -32,8 +32,8 @@ template <class First, class Store> DEVICE void receive_channels(Thread& my, int
   }
 }
 
-// The same with RMSNorm of q and k. One warp has the whole q, k or v, so the mean square needs no other warp. A lane
-// has channels that rotate together.
+// The same with RMSNorm of q and k. One warp receives all of q, k or v, so the mean square needs no other warp.
+// Both channels of a rotated pair are in one lane.
 template <class First, class Store>
 DEVICE void receive_and_normalise(Thread& my, int layer, int b, First first_row, Store store) {
   constexpr int CHANNELS = 2 * ceil_div(D, 64);  // of a lane

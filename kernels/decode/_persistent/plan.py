@@ -14,8 +14,8 @@ from kernels.decode._step import split_scales
 # 12 layers of 1558M took 393 us with 14,000, and 355 us with 18,000 (measured before FLYING limited the copies)
 PIECE_BYTES = 18_000
 MOST_HEAD_ROWS = 24  # most rows of a block in one pass over the head
-MOST_FC_ROWS = 64  # the same of fc: a thread's sums of 64 rows take 64 registers
-LARGE_VOCAB = 2**16  # with more logits, their groups are larger: group_size()
+MOST_FC_ROWS = 64  # most rows of a block in one pass over fc: a thread needs a register for each row
+LARGE_VOCAB = 2**16  # group_size() is 32 for more logits than this, and otherwise 16
 X_BYTES = 64  # the bytes of x that a tile multiplies: it has 32 columns in bf16
 # How 8 columns lie in memory if tensor cores multiply them: pair() in numbers.cuh and multiply_tile() say why
 ORDERS = {torch.bfloat16: [0, 1, 4, 5, 2, 3, 6, 7], torch.int8: [0, 4, 1, 5, 2, 6, 3, 7]}
@@ -44,7 +44,7 @@ class Product(NamedTuple):
     pairs: bool = False  # the first half of the rows are those of swiglu's gate, and the second half those of up
 
     def arrange(self, field: str) -> Tensor | None:
-        """Return a field in the order of the blocks: each row of the gate, and the same unit's row of up."""
+        """Return a field in the order of the blocks: with `pairs`, gate of unit 0, up of unit 0, gate of unit 1, ..."""
         rows = getattr(self, field)
         return torch.stack(rows.chunk(2), dim=1).flatten(0, 1) if self.pairs and rows is not None else rows
 
@@ -80,7 +80,7 @@ def make_plans(weights: Weights, blocks: int, warps: int) -> dict[str, Plan]:
 
 
 def count_blocks(weights: Weights, multiprocessors: int) -> int:
-    """Return the blocks of a launch: one on each multiprocessor, but only as many as have rows of fc."""
+    """Return the blocks of a launch: one on each multiprocessor, without those that would have no rows of fc."""
     fc = products(weights)[2]
     most = make_plan(fc, tile_columns(weights), multiprocessors, warps=1, most_rows=MOST_FC_ROWS)
     return ceil(len(fc.weight) / most.share)

@@ -186,8 +186,8 @@ DEVICE float apply_scale(Thread& my, int row, float sum) { return INT8 ? sum * m
 
 constexpr int LANES = 30;  // of a warp, whose results fill whole words: 5 in bf16, 10 in fp32
 
-// Publish epilogue(sum + bias) for the rows of a pass, whose biases and scales begin at first_row. If a result takes
-// two rows, the second row's sum + bias multiplies it. A warp takes LANES results of one copy at a time.
+// Publish epilogue(sum + bias) for the rows of a pass, whose biases and scales begin at first_row. With two rows
+// for a result, it is epilogue(row 0) * row 1. A warp takes LANES results of one copy at a time.
 template <class P, class Epilogue>
 DEVICE void publish(Thread& my, int pass, const float* warp_sums, int first_row, Word* words, Epilogue epilogue) {
   constexpr int RESULTS = P::WORDS * PER_WORD;  // of a sequence, padded
