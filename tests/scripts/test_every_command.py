@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(path.stem for path in ROOT.glob("scripts/[a-z]*.py"))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_a_command_to_copy_and_short_lines(called, name):
     """A line has at most 120 columns."""
