@@ -66,6 +66,8 @@ class Config:
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
         parallel.divide_work(self.parallel, self.model, self.train)
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
+        makes_checkpoints = bool(self.train.checkpoint_every) or not self.logger.artifacts
+        check(makes_checkpoints, "logger.artifacts=true: there is no checkpoint to upload; set train.checkpoint_every")
         self.model.check_length(self.train.block_size, key="train.block_size: ")
 
 

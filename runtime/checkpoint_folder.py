@@ -147,6 +147,32 @@ class CheckpointFolder:
                 discard(path)
 
 
+def best_or_newest(folder: Path) -> tuple[Path, dict] | None:
+    """Return the valid checkpoint with the lowest validation loss in a `checkpoints` folder, and its manifest.
+
+    If none has a finite loss, it is the newest. None without a valid checkpoint. A damaged one is skipped with a
+    warning. Raises Unreadable.
+    """
+    losses = {}
+    for path in checkpoint_folders(folder):  # the newest first, and sorted() keeps this order among equal losses
+        try:
+            loss = read_manifest(path)["val_loss"]
+        except Unreadable:
+            raise
+        except UserError as error:
+            warn(f"{error}; it is skipped")
+        else:
+            losses[path] = loss if loss is not None and math.isfinite(loss) else math.inf
+    for path in sorted(losses, key=losses.get):
+        try:
+            return path, verify(path)
+        except Unreadable:
+            raise
+        except UserError as error:
+            warn(error)
+    return None
+
+
 def is_copy(source: Path, target: Path) -> bool:
     """Return whether `target` is a valid copy of a checkpoint. Raises OSError if a manifest cannot be read."""
     try:

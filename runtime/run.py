@@ -15,10 +15,12 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from common.files import add_crc32, check_regular, open_regular, read_bytes, read_line, write_atomically
-from common.terminal import warn
+from common.terminal import one_line, warn
+from runtime.checkpoint_folder import best_or_newest
 from runtime.command import command_line
-from runtime.config import UserError, made_folders
+from runtime.config import UserError, check, made_folders
 from runtime.folders import explain_unwritable
+from runtime.manifest import MANIFEST
 from runtime.ranks import Ranks
 from runtime.row import UNFINISHED, lock_folder, status_of, without_nonfinite, write_row
 from runtime.trackers import LoggerConfig, Tracker
@@ -178,6 +180,8 @@ class Run:
                 self.tracker.start(self.folder, self.row)
         with contextlib.suppress(OSError):  # a line that could not be written is still in the buffer
             self.metrics.close()
+        if self.row["status"] == "ok" and self.tracker.config.artifacts:
+            self._upload_checkpoint()
         self.tracker.finish(self.row)
         if line := self.tracker.view_line(self.folder):
             print(line)
@@ -192,6 +196,18 @@ class Run:
             raise unwritten
         if unwritten:
             warn(unwritten)
+
+    def _upload_checkpoint(self) -> None:
+        """Pass the best checkpoint to the tracker. A failure is only a warning."""
+        try:
+            found = best_or_newest(self.folder / "checkpoints")
+            check(found is not None, f"{self.folder} has no checkpoint")
+        except (OSError, UserError) as error:
+            warn(f"logger.artifacts=true: nothing is uploaded: {one_line(error)}")
+            return
+        path, facts = found
+        files = [MANIFEST, *facts["files"]]
+        self.tracker.log_checkpoint(path, files, without_nonfinite({key: facts[key] for key in ("step", "val_loss")}))
 
     def record(self, status: str) -> None:
         """Write the row with this status, before the end of the run. A full disk is a warning."""

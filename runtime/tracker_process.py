@@ -46,6 +46,8 @@ class Wandb(Library):
         name, job_type = row["name"][: MAX_CHARACTERS["name"]], self.logger.job_type
         identity = self._id(Path(folder))
         self._start_run(Path(folder), "the run", name=name, id=identity, config=config, job_type=job_type)
+        if self.run is not None:
+            self.run.define_metric("val/loss", summary="min")
 
     def log(self, step: int, figures: dict) -> None:
         if self.run is not None:
@@ -57,9 +59,25 @@ class Wandb(Library):
         if self.run is not None:
             self.run.log({name: wandb.Table(columns=columns, data=rows)})
 
+    def log_checkpoint(self, folder: str, files: list[str], facts: dict) -> None:
+        import wandb
+
+        if self.run is None:
+            return
+        loss, is_best = facts["val_loss"], facts["val_loss"] is not None
+        artifact = wandb.Artifact(f"checkpoint-{self.run.id}", type="model", metadata=facts)
+        for file in files:  # immutable: W&B makes no copy, which would take 1.5 GB of the home folder at 124M
+            artifact.add_file(os.path.join(folder, file), name=file, policy="immutable")
+        self.run.log_artifact(artifact, aliases=["latest", "best"] if is_best else ["latest"])
+        which = f"the lowest val/loss, {loss:.4f}" if is_best else "the newest; no checkpoint has a val/loss"
+        self.tell("say", f"wandb    artifact checkpoint-{self.run.id}: step {facts['step']}, {which}")
+
     def finish(self, row: dict) -> None:
         if self.run is not None:
-            self.run.summary.update({key: value for key, value in row.items() if key != "config"})
+            summary = {key: value for key, value in row.items() if key != "config"}
+            if "val/loss/min" in summary:  # in the form of define_metric(); the last loss would replace its minimum
+                summary["val/loss"] = {"min": summary.pop("val/loss/min")}
+            self.run.summary.update(summary)
             self._finish_run(exit_code=0 if row["status"] == "ok" else 1)
 
     def publish_report(self, folder: str, name: str, table: list[list], files: list[str]) -> str | None:

@@ -132,7 +132,7 @@ def test_printed_commands_have_the_path_that_they_are_about(name, tmp_path, monk
             assert values.get("impl", values.get("kernels.norm")) in (name, ["eager", name])
     run = tmp_path / "r" / name
     (run / "wandb/offline-run-1").mkdir(parents=True)
-    tracker = Tracker(LoggerConfig("wandb", "offline", "hotswap", None, None, None, [], None))
+    tracker = Tracker(LoggerConfig("wandb", "offline", "hotswap", None, None, None, [], None, False))
     line = tracker.view_line(run)
     assert shlex.split(line.partition("upload: ")[2]) == ["wandb", "sync", f"{run}/wandb/offline-run-*"]
     assert shlex.split(TensorBoard.view_line(path).partition("board")[2])[2] in (name, f"./{name}")

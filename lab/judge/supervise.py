@@ -100,7 +100,7 @@ def prove_run(cfg: Any, recipe: Recipe, run: Run, device: torch.device) -> None:
     segments = draw_segments(plan, device, source, is_first_run=True)
     prompts = draw_prompts(cfg.model, source)
     words = [as_typed(word) for word in sys.argv[1:]]
-    words += ["logger=none", "kernels.check=false", "train.resume=null"]
+    words += ["logger=none", "logger.artifacts=false", "kernels.check=false", "train.resume=null"]
     inside = run.folder / "judge" / "worker"
     arm = run_arm(
         words, run.folder / "judge" / "run", inside, plan, needed_states(segments, plan), prompts, shows_output=True

@@ -30,7 +30,7 @@ from runtime.row import write_row
 SERVE_GENERATION = [op for op in OPS if op != "loss"]
 # The last arguments of train.py. They override the user's arguments
 FIXED_WORDS = "kernels.check=false", "proof=false", "profile=false", "logger=none", "train.sample_tokens=0"
-FIXED_WORDS += "train.eval_batches=1", "train.checkpoint_every=0", "train.resume=null"
+FIXED_WORDS += "train.eval_batches=1", "train.checkpoint_every=0", "logger.artifacts=false", "train.resume=null"
 SLOWER_THAN_BEFORE = 0.9  # of the speed of a stored row
 MAY_DIFFER = "seed", "git_commit", "proof", "train."  # settings in which a stored row may differ from the baseline's
 MUST_AGREE = "train.batch_size", "train.block_size", "train.tokens_per_step", "train.cuda_graph"

@@ -121,7 +121,7 @@ def publish(source: ReportSource, mode: str, files: list[Path]) -> list[Path]:
     configs = [row.get("config", {}) for choice in source.all_choices for row in choice.rows]
     logger = next((config["logger"] for config in configs if "logger" in config), {})
     keys = {"project": "hotswap", "entity": None, "group": trackers.group_of(source.folder.resolve())}
-    keys |= {"job_type": None, "tags": [], "notes": None}
+    keys |= {"job_type": None, "tags": [], "notes": None, "artifacts": False}
     config = LoggerConfig("wandb", mode, **{key: logger.get(key) or default for key, default in keys.items()})
     folder = trackers.Tracker(config).publish_report(source.folder, name, wandb_table(source), files)
     return [Path(folder)] if folder else []

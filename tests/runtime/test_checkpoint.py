@@ -36,6 +36,24 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 
 
+def test_the_checkpoint_to_keep_has_the_lowest_loss_or_is_the_newest(tmp_path, capsys):
+    """Damaged ones are skipped with a warning."""
+    folder = tmp_path / "checkpoints"
+    assert checkpoint_folder.best_or_newest(folder) is None
+    save(folder, 10, 20, keep=9)
+    path, manifest = checkpoint_folder.best_or_newest(folder)
+    assert (path.name, manifest["step"]) == ("step-000020", 20)
+    save(folder, 30, 40, 50, 60, keep=9, losses=[2.5, 1.5, math.nan, 3.0])
+    assert checkpoint_folder.best_or_newest(folder)[0].name == "step-000040"
+    (folder / "step-000040/training.pt").write_bytes(b"damaged")
+    assert checkpoint_folder.best_or_newest(folder)[0].name == "step-000030"
+    (folder / "step-000030/manifest.json").write_bytes(b"damaged")
+    assert checkpoint_folder.best_or_newest(folder)[0].name == "step-000060"
+    err = capsys.readouterr().err
+    assert "step-000040 is damaged: training.pt" in err
+    assert "step-000030 is not a valid checkpoint" in err
+
+
 def random_tensors(seed=0):
     """A State, which differs for each seed."""
     generator = torch.Generator().manual_seed(seed)

@@ -14,7 +14,7 @@ from runtime.run import Run
 from runtime.trackers import LoggerConfig, Tracker
 from tests.test_train import QUICK, config
 
-NO_TRACKER = Tracker(LoggerConfig("none", "offline", "hotswap", None, None, None, [], None))
+NO_TRACKER = Tracker(LoggerConfig("none", "offline", "hotswap", None, None, None, [], None, False))
 
 
 def log_on_a_full_disk(folder):

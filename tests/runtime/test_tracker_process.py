@@ -24,7 +24,7 @@ from runtime.signals import Signals
 from runtime.trackers import LoggerConfig, Tracker
 from tests.test_repo import ROOT
 
-OFFLINE = "wandb", "offline", "hotswap", None, None, None, [], None
+OFFLINE = "wandb", "offline", "hotswap", None, None, None, [], None, False
 ROW = {"name": "a", "config": {"lr": 0.1}, "status": "ok", "command": "python train.py"}
 SMALL = "+experiment=smoke", "logger=wandb", "out_dir=run", "train.max_steps=6", "train.eval_every=6", "model.n_layer=1"
 SMALL += "train.log_every=1", "train.sample_tokens=0"
@@ -184,7 +184,7 @@ def test_the_library_gets_each_call_in_order(fake, tmp_path, capfd, monkeypatch)
     assert capfd.readouterr() == ("", "")
     (setup, init, *rest), options = zip(*[(place, options) for place, _, options in calls()][1:], strict=True)
     assert (setup, init, options[1]["config"]["lr"], options[1]["name"]) == ("setup", "init", 0.1, "a")
-    assert rest == ["log", "log", "finish"]
+    assert rest == ["define_metric", "log", "log", "finish"]
     figures = {"perf/tokens_per_sec": 2.5, "gone": None}
     assert [arguments for place, arguments, _ in calls() if place == "log"] == [
         [figures],

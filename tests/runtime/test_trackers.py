@@ -3,6 +3,7 @@
 The tests read the results with W&B's own command, `wandb leet inspect`, and with TensorBoard's own reader.
 """
 
+import errno
 import json
 import os
 import re
@@ -14,10 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 
+import train
 from common.files import add_sha256, read_json
 from lab.start import ensure_home
+from runtime.row import read_row
+from runtime.run import Run
 from runtime.tracker_process import TensorBoard, Wandb
 from runtime.trackers import LoggerConfig, Tracker, track_ended_run
+from tests.test_train import QUICK, config
 
 WANDB = str(Path(sys.executable).with_name("wandb"))
 SMALL = (
@@ -35,7 +40,7 @@ LOGGED |= {"perf/mfu_measured_peak", "perf/data_wait_ms"}
 SUMMARY = {"status", "perf/tokens_per_sec", "perf/tokens_per_sec/p20", "perf/tokens_per_sec/p80", "perf/compile_s"}
 SUMMARY |= {"perf/recompiles", "val/loss", "kernels", "env"}
 
-OFFLINE = LoggerConfig("wandb", "offline", "hotswap", None, None, None, [], None)
+OFFLINE = LoggerConfig("wandb", "offline", "hotswap", None, None, None, [], None, False)
 
 pytest.importorskip("wandb", reason="W&B is not installed")
 
@@ -108,11 +113,72 @@ def test_a_job_that_left_no_row_is_a_run_in_wandb_with_the_reason(tmp_path):
         "command": "python train.py",
         "status": "failed: exit code -11 (Segmentation fault)",
     }
-    config = LoggerConfig("wandb", "offline", "hotswap", None, "sweep", None, [], None)
+    config = LoggerConfig("wandb", "offline", "hotswap", None, "sweep", None, [], None, False)
     track_ended_run(config, tmp_path, row)
     run = json.loads(inspect(tmp_path, "--summary"))
     assert (run["name"], run["exit_code"]) == ("1-kernels.mine", 1)
     assert run["summary"]["status"] == row["status"]
+
+
+ARTIFACTS = (*SMALL, "logger.artifacts=true", "train.eval_every=2", "train.checkpoint_every=2")
+
+
+def artifacts(folder):
+    """Return the artifacts in W&B's record of the run in this folder."""
+    records = map(json.loads, inspect(folder).splitlines())
+    return [record["artifact"] for record in records if record["type"] == "artifact"]
+
+
+def test_the_summary_and_the_artifact_are_of_the_lowest_validation_loss(hotswap, tmp_path, monkeypatch):
+    """The lowest loss is in step 4 of 6."""
+    losses = iter([4.0, 2.5, 3.0])
+    monkeypatch.setattr(train, "evaluate", lambda *_: next(losses))
+    code, out, err = hotswap(*ARTIFACTS)
+    assert (code, err) == (0, "")
+    [artifact] = artifacts(tmp_path / "run")
+    name = f"checkpoint-{read_json(tmp_path / 'run/.wandb-id')['id']}"
+    assert f"wandb    artifact {name}: step 4, the lowest val/loss, 2.5000" in out.splitlines()
+    assert (artifact["name"], artifact["type"], {*artifact["aliases"]}) == (name, "model", {"latest", "best"})
+    assert json.loads(artifact["metadata"]) == {"step": 4, "val_loss": 2.5}
+    folder = tmp_path / "run/checkpoints/step-000004"
+    files = {entry["path"]: Path(entry["local_path"]) for entry in artifact["manifest"]["contents"]}
+    assert files == {name: folder / name for name in ("manifest.json", "model.safetensors", "training.pt")}
+    assert json.loads(inspect(tmp_path / "run", "--summary"))["summary"]["val/loss"] == {"min": 2.5}
+
+
+@pytest.mark.exhaustive
+def test_the_artifact_of_a_run_without_evaluations_is_its_newest_checkpoint(hotswap, tmp_path):
+    code, out, err = hotswap(*ARTIFACTS, "train.eval_every=0")
+    assert (code, err) == (0, "")
+    [artifact] = artifacts(tmp_path / "run")
+    assert artifact["aliases"] == ["latest"]
+    assert json.loads(artifact["metadata"]) == {"step": 6, "val_loss": None}
+    assert ": step 6, the newest; no checkpoint has a val/loss" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["logger=none"], "only W&B takes a checkpoint; add logger=wandb, or choose false"),
+        (["train.checkpoint_every=0"], "there is no checkpoint to upload; set train.checkpoint_every"),
+    ],
+)
+def test_an_artifact_that_cannot_be_made_is_one_line_before_the_run(hotswap, words, reason):
+    assert hotswap(*ARTIFACTS, *words) == (1, "", f"error: logger.artifacts=true: {reason}\n")
+    assert not Path("run").exists()
+
+
+def test_a_checkpoint_that_cannot_be_read_is_a_warning(tmp_path, monkeypatch, capsys):
+    def fail(folder):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr("runtime.run.best_or_newest", fail)
+    tracker = SimpleNamespace(config=SimpleNamespace(artifacts=True), finish=lambda row: None)
+    tracker.start = tracker.view_line = lambda *_: None
+    with Run(tmp_path / "run", "name", config(*QUICK), tracker) as run:
+        run.begin()
+    assert capsys.readouterr().err == "warning: logger.artifacts=true: nothing is uploaded: Permission denied\n"
+    assert read_row(tmp_path / "run")["status"] == "ok"
 
 
 def test_the_line_about_a_sweep_quotes_its_folder(tmp_path):
