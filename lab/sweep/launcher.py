@@ -137,6 +137,12 @@ class Launcher(launcher.Launcher):
     __module__ = "hydra_plugins.hotswap"
 
     def setup(self, *, hydra_context, task_function, config: DictConfig) -> None:
+        sweeper_class = config.hydra.sweeper._target_.rpartition(".")[2]
+        check(
+            sweeper_class in ("Sweeper", "BasicSweeper"),
+            f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}: {sweeper_class} needs a result from each "
+            "job, and sweeps here give it none (see lab/README.md); leave it out to run every combination",
+        )
         self.config, self.config_loader = config, hydra_context.config_loader
 
     def launch(self, job_overrides: list[list[str]], initial_job_idx: int) -> list[JobReturn]:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from omegaconf import OmegaConf
 
 import train
 from kernels.registry import impl_by_op, impls
@@ -166,6 +167,16 @@ def test_a_sweep_is_sorted_by_validation_loss(sweep):
 def test_an_order_that_is_not_possible_is_one_line_before_the_first_job(sweep, words, reason):
     assert sweep("seed=1,2", *words) == (1, "", f"error: {reason}\n")
     assert not Path("sweep").exists()
+
+
+def test_a_sweeper_that_needs_results_is_refused_before_the_first_job():
+    """As Optuna's, which divides by the number of results. It need not be installed."""
+    target = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+    hydra = {"sweeper": {"_target_": target}, "runtime": {"choices": {"hydra/sweeper": "optuna"}}}
+    config = OmegaConf.create({"hydra": hydra})
+    context = SimpleNamespace(config_loader=None)
+    with pytest.raises(UserError, match="hydra/sweeper=optuna: OptunaSweeper needs a result from each job, and"):
+        launcher.Launcher().setup(hydra_context=context, task_function=None, config=config)
 
 
 def test_one_job_that_evaluates_is_enough_for_the_order(sweep):
