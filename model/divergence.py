@@ -3,12 +3,15 @@
 import math
 import statistics
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from torch import Tensor
 
 from common.terminal import shell_command, warn
 from data.loader import Loader
-from model.gpt import GPT
-from model.layers import Norm
+from model.gpt import GPT, Attention
+from model.layers import Norm, cast
 from model.optim import HISTORY, Optimizer
 from model.step_file import write_step
 from runtime.config import check
@@ -92,11 +95,18 @@ def keep_batch(optimizer: Optimizer, batches: Loader, step: int, path: Path, fac
 
 def why_nan(model: GPT) -> str | None:
     """Return why the gradients of a norm are NaN, with the norm's name, if its backend can say that. Synchronises."""
-    for name, module in model.named_modules():
-        if not isinstance(module, Norm):
-            continue
-        explain = getattr(sys.modules[module.norm.__module__], "why_nan", lambda *_: None)
-        parameters = (p.full_tensor() if is_sharded(p) else p for p in module.parameters_in_dtype())
-        if reason := explain(*parameters):
+    for name, norm, parameters in norms(model):
+        explain = getattr(sys.modules[norm.__module__], "why_nan", lambda *_: None)
+        if reason := explain(*(p.full_tensor() if is_sharded(p) else p for p in parameters)):
             return f"in {name}, {reason}"
     return None
+
+
+def norms(model: GPT) -> Iterator[tuple[str, Callable, Iterable[Tensor]]]:
+    """Yield the name of each module that normalises, its function, and the norm's parameters in the compute dtype."""
+    for name, module in model.named_modules():
+        if isinstance(module, Norm):
+            yield name, module.norm, module.parameters_in_dtype()
+        elif isinstance(module, Attention) and module.q_norm:
+            weights = module.q_norm.weight, module.k_norm.weight
+            yield name, module.rope, (cast(weight, model.ln_f.dtype) for weight in weights)

@@ -112,6 +112,7 @@ today() {
         train_today $model compile $words attn=sdpa kernels=compile
         train_today $model triton $words attn=triton kernels=triton
         train_today $model gluon $words attn=gluon kernels=gluon
+        train_today $model lean $words attn=gluon kernels=gluon kernels.{rope,rms_norm}=triton_recompute
         peer_today $model compile "" $words kernels=compile
         peer_today $model liger "liger=true" $words
         peer_today $model liger-compile "liger=true" $words kernels=compile

@@ -122,12 +122,13 @@ def launch_backward(
     dstream: Tensor | None,
     mean: Tensor | None,
     rstd: Tensor,
+    centred: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dx in x_dtype, dresidual in stream_dtype, dweight and dbias.
 
-    `saved` is the new stream, or the forward's y if mean is None. If mean is empty, the norm is RMSNorm. If the two
-    dtypes are equal, dx is also the gradient of residual and the returned dresidual is empty. If bias is None, dbias is
-    empty.
+    `saved` is the new stream, or the forward's y if mean is None. The norm is RMSNorm if mean is empty or `centred` is
+    false. If the two dtypes are equal, dx is also the gradient of residual and the returned dresidual is empty. If bias
+    is None, dbias is empty.
     """
     N, C = saved.shape
     launch = launch_parameters("norm_bwd", f"{C} {weight.dtype} {stream_dtype}", backward_launch(C), saved.device)
@@ -155,7 +156,7 @@ def launch_backward(
         HAS_BIAS=bias is not None,
         HAS_DRESIDUAL=x_dtype != stream_dtype,
         MAX_RATIO=max_ratio(weight.dtype) if mean is None else None,
-        CENTRED=mean is None or len(mean) == N,
+        CENTRED=centred and (mean is None or len(mean) == N),
         **launch,
     )
     dweight = add_partial_sums(partial[0], weight.dtype)

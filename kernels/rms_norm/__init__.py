@@ -9,6 +9,8 @@ It is the op norm without the mean and without a bias (Zhang and Sennrich 2019, 
     weight        (C,)      in the compute dtype
     y             (..., C)  RMSNorm(residual + x), in the dtype of weight, which is the compute dtype
     new_residual  (..., C)  residual + x, in the dtype of residual; x if residual is None
+
+A backend may return NaN gradients for weights for which they would be imprecise, with why_nan(weight), as in norm.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,8 @@ A rotation turns each pair of channels, i and i + D/2 (as in GPT-NeoX and Llama)
 stays packed, so attention's gradients of q, k and v come back side by side, and nothing is concatenated (packed.py).
 
 The table has no gradient. A backend that cannot normalise omits q_weight and k_weight from its function; the registry
-then raises Unavailable for model.qk_norm=true.
+then raises Unavailable for model.qk_norm=true. A backend may return NaN gradients for weights for which they would be
+imprecise, with why_nan(q_weight, k_weight), as in norm.
 """
 
 import math

@@ -10,8 +10,9 @@ saves only the table. With weights, xhat = x rstd and g = dy weight, where dy is
 
     dx = rstd (g - xhat mean(g xhat))        dweight = sum over tokens and heads of dy xhat
 
-Autograd then saves qkv, and the backward recomputes rstd from it, because it needs x anyway. A program walks over many
-tokens and sums its part of both dweights in registers. A small kernel adds the parts in a fixed order.
+Autograd then saves qkv, and the backward recomputes rstd from it, because it needs x anyway. triton_recompute.py saves
+less. A program walks over many tokens and sums its part of both dweights in registers. A small kernel adds the parts in
+a fixed order.
 
 The forward moves each element of qkv twice, so bytes limit it: 302 MB each way for 65,536 tokens of GPT-2's heads. On
 an H200 forward and backward take 0.32 ms there, 89% of a copy's speed; torch.compile takes 0.58, and Liger 1.78.
@@ -29,6 +30,7 @@ from kernels.direct import custom_op
 from kernels.gpu import check_dtypes, multiprocessors
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
+from kernels.norm._triton_backward import max_ratio
 from kernels.sums import add_partial_sums
 from kernels.tuned import launch_parameters
 
@@ -65,6 +67,19 @@ def _load_weights(q_weight_ptr, k_weight_ptr, heads, columns, KV_HEADS, HEADS, H
     return tl.where((heads < HEADS - 2 * KV_HEADS)[None, :, None], q_weight, k_weight)
 
 
+@triton.jit
+def _rstd_offsets(tokens, heads, N, TURNED):
+    """Return the offsets of a tile in (N, TURNED), and which of its elements exist."""
+    return tokens[:, None] * TURNED + heads[None, :], (tokens < N)[:, None] & (heads < TURNED)[None, :]
+
+
+@triton.jit
+def _inverse(weight, partner, MAX_RATIO: tl.constexpr):
+    """Return 1 / weight, or NaN where that is imprecise: see triton_recompute.py. `partner` turns with weight."""
+    is_precise = (weight != 0.0) & (tl.abs(partner) <= MAX_RATIO * tl.abs(weight))
+    return 1.0 / tl.where(is_precise, weight, float("nan"))
+
+
 @triton.jit(do_not_specialize=["N", "T", "table_rows"])  # another batch size or length must not recompile
 def _rope_fwd_kernel(
     x_ptr,  # (N, HEADS, 2 HALF): N = B T tokens
@@ -72,6 +87,7 @@ def _rope_fwd_kernel(
     q_weight_ptr,  # (2 HALF,), or None
     k_weight_ptr,
     out_ptr,  # like x
+    rstd_ptr,  # (N, HEADS - KV_HEADS) fp32, of the queries and keys; None unless the backward needs it
     N,
     T,
     table_rows,
@@ -93,7 +109,11 @@ def _rope_fwd_kernel(
     cos, sin = _load_angles(table_ptr, tokens, columns, N, T, table_rows, HALF)
     a, b = left.to(tl.float32), right.to(tl.float32)
     if q_weight_ptr is not None:
-        rstd = tl.rsqrt(tl.sum(a * a + b * b, 2) / (2 * HALF) + eps)[:, :, None]
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, 2) / (2 * HALF) + eps)
+        if rstd_ptr is not None:
+            rows, is_turned = _rstd_offsets(tokens, heads, N, HEADS - KV_HEADS)
+            tl.store(rstd_ptr + rows, rstd, is_turned)
+        rstd = rstd[:, :, None]
         a *= rstd * _load_weights(q_weight_ptr, k_weight_ptr, heads, columns, KV_HEADS, HEADS, HALF)
         b *= rstd * _load_weights(q_weight_ptr + HALF, k_weight_ptr + HALF, heads, columns, KV_HEADS, HEADS, HALF)
     turns = (heads < HEADS - KV_HEADS)[None, :, None]
@@ -105,7 +125,8 @@ def _rope_fwd_kernel(
 @triton.jit(do_not_specialize=["N", "T", "table_rows"])
 def _rope_bwd_kernel(
     dout_ptr,  # (N, HEADS, 2 HALF)
-    x_ptr,  # the forward's x; None without weights
+    saved_ptr,  # the forward's x, or with rstd_ptr its output; None without weights
+    rstd_ptr,  # (N, HEADS - KV_HEADS) fp32, or None
     table_ptr,  # (2, table_rows, HALF) fp32
     q_weight_ptr,  # (2 HALF,), or None
     k_weight_ptr,
@@ -121,6 +142,7 @@ def _rope_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MAX_RATIO: tl.constexpr,  # of the weights of two channels that turn together; only with rstd_ptr
 ):
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     columns = tl.arange(0, BLOCK_D)
@@ -139,16 +161,25 @@ def _rope_bwd_kernel(
         cos, sin = _load_angles(table_ptr, tokens, columns, N, T, table_rows, HALF)
         c, d = left.to(tl.float32), right.to(tl.float32)
         a, b = c * cos + d * sin, d * cos - c * sin
-        if x_ptr is not None:
-            x_left = tl.load(x_ptr + offsets, mask & turns, other=0.0).to(tl.float32)  # not the values
-            x_right = tl.load(x_ptr + offsets + HALF, mask & turns, other=0.0).to(tl.float32)
-            rstd = tl.rsqrt(tl.sum(x_left * x_left + x_right * x_right, 2) / (2 * HALF) + eps)[:, :, None]
-            x_left *= rstd
-            x_right *= rstd
+        if saved_ptr is not None:
+            x_left = tl.load(saved_ptr + offsets, mask & turns, other=0.0).to(tl.float32)  # not the values
+            x_right = tl.load(saved_ptr + offsets + HALF, mask & turns, other=0.0).to(tl.float32)
+            w_left = _load_weights(q_weight_ptr, k_weight_ptr, heads, columns, KV_HEADS, HEADS, HALF)
+            w_right = _load_weights(q_weight_ptr + HALF, k_weight_ptr + HALF, heads, columns, KV_HEADS, HEADS, HALF)
+            if rstd_ptr is None:
+                rstd = tl.rsqrt(tl.sum(x_left * x_left + x_right * x_right, 2) / (2 * HALF) + eps)[:, :, None]
+                x_left *= rstd
+                x_right *= rstd
+            else:
+                rows, is_turned = _rstd_offsets(tokens, heads, N, HEADS - KV_HEADS)
+                rstd = tl.load(rstd_ptr + rows, is_turned, other=0.0)[:, :, None]
+                y_left, y_right = x_left * cos + x_right * sin, x_right * cos - x_left * sin
+                x_left = tl.where(mask & turns, y_left * _inverse(w_left, w_right, MAX_RATIO), 0.0)
+                x_right = tl.where(mask & turns, y_right * _inverse(w_right, w_left, MAX_RATIO), 0.0)
             dw_left += tl.sum(a * x_left, 0)
             dw_right += tl.sum(b * x_right, 0)
-            a *= _load_weights(q_weight_ptr, k_weight_ptr, heads, columns, KV_HEADS, HEADS, HALF)
-            b *= _load_weights(q_weight_ptr + HALF, k_weight_ptr + HALF, heads, columns, KV_HEADS, HEADS, HALF)
+            a *= w_left
+            b *= w_right
             mean = (tl.sum(a * x_left + b * x_right, 2) / (2 * HALF))[:, :, None]
             a = rstd * (a - x_left * mean)
             b = rstd * (b - x_right * mean)
@@ -203,27 +234,33 @@ def launch_forward(
     """Return the rotated qkv (B, T, HEADS, D). qkv and table (2, rows, D/2) are contiguous."""
     out = torch.empty_like(qkv)
     grid, arguments = choose_launch("rope_fwd", qkv, table, kv_heads, q_weight, k_weight, eps)
-    _rope_fwd_kernel[grid](x_ptr=qkv, out_ptr=out, **arguments)
+    _rope_fwd_kernel[grid](x_ptr=qkv, out_ptr=out, rstd_ptr=None, **arguments)
     return out
 
 
 def launch_backward(
     dout: Tensor,
-    qkv: Tensor | None,
+    saved: Tensor | None,
+    rstd: Tensor | None,
     table: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     kv_heads: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dqkv, dq_weight and dk_weight. Without weights, the last two are empty and qkv is not needed."""
+    """Return dqkv, dq_weight and dk_weight. Without weights, the last two are empty and `saved` is not needed.
+
+    `saved` is the forward's qkv, or with rstd (B, T, H + Hkv) in fp32 its output.
+    """
     dqkv, D, partial = torch.empty_like(dout), dout.shape[3], None
     grid, arguments = choose_launch("rope_bwd", dout, table, kv_heads, q_weight, k_weight, eps)
     if q_weight is not None:
         programs = max(1, PROGRAMS * multiprocessors(dout.device) // grid[1])
         grid = min(grid[0], programs), grid[1]
         partial = torch.empty(grid[0] * grid[1], 2 * D, dtype=torch.float32, device=dout.device)
-    _rope_bwd_kernel[grid](dout_ptr=dout, x_ptr=qkv, dx_ptr=dqkv, partial_ptr=partial, **arguments)
+    arguments["MAX_RATIO"] = None if rstd is None else max_ratio(dout.dtype)
+    tensors = {"dout_ptr": dout, "saved_ptr": saved, "rstd_ptr": rstd, "dx_ptr": dqkv, "partial_ptr": partial}
+    _rope_bwd_kernel[grid](**tensors, **arguments)
     if q_weight is None:
         return dqkv, dout.new_empty(0), dout.new_empty(0)
     dq_weight, dk_weight = add_partial_sums(partial, q_weight.dtype).split(D)
@@ -231,7 +268,7 @@ def launch_backward(
 
 
 def empty_gradients(
-    dout: Tensor, qkv: Tensor | None, table: Tensor, q_weight: Tensor | None, *_: object
+    dout: Tensor, saved: Tensor | None, rstd: Tensor | None, table: Tensor, q_weight: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q_weight is None:
         return torch.empty_like(dout), dout.new_empty(0), dout.new_empty(0)
@@ -240,18 +277,18 @@ def empty_gradients(
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
     qkv, table, kv_heads, q_weight, k_weight, eps = inputs
-    ctx.save_for_backward(None if q_weight is None else qkv, table, q_weight, k_weight)
+    ctx.save_for_backward(None if q_weight is None else qkv, None, table, q_weight, k_weight)
     ctx.options = kv_heads, eps
 
 
-def _backward(ctx: FunctionCtx, dout: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx: FunctionCtx, dout: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     dqkv, dq_weight, dk_weight = rope_bwd(dout.contiguous(), *ctx.saved_tensors, *ctx.options)
     return dqkv, None, None, dq_weight, dk_weight, None
 
 
 rope_bwd = custom_op("hotswap::rope_bwd", launch_backward, empty_gradients)
 rope_fwd = custom_op(
-    "hotswap::rope_fwd", launch_forward, lambda qkv, *_: torch.empty_like(qkv), _backward, _setup_context
+    "hotswap::rope_fwd", launch_forward, lambda qkv, *_: torch.empty_like(qkv), backward, _setup_context
 )
 
 

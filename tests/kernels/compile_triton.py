@@ -152,6 +152,13 @@ def main(capability: int) -> None:
             assert all(wide.search(ptx) and "st.global.v4" in ptx for ptx in (forward, backward))
             launch |= {"HAS_BIAS": False, "CENTRED": False, "MAX_RATIO": None}
             compile_kernel(f"rms_norm backward {name}", norm_backward._norm_bwd_kernel, capability, types, **launch)
+            compile_kernel(
+                f"rms_norm backward from y {name}",
+                norm_backward._norm_bwd_kernel,
+                capability,
+                types | {"saved_ptr": "*bf16"},
+                **{**launch, "MAX_RATIO": 16.0},
+            )
             launch |= norm.forward_launch(C)
             compile_kernel(
                 f"rms_norm forward {name}", norm._norm_fwd_kernel, capability, types, HAS_RESIDUAL=True, **launch
@@ -185,17 +192,19 @@ def main(capability: int) -> None:
 
 def compile_rope(capability: int) -> None:
     """Compile the rotation for the heads of SmolLM2-135M, and with the norm for those of Qwen3-0.6B."""
-    for heads, kv_heads, half, norm_ in ((15, 3, 32, False), (32, 8, 64, True)):
-        types = {"table_ptr": "*fp32", "partial_ptr": "*fp32", "eps": "fp32"}
+    for heads, kv_heads, half, norm_, from_output in (
+        (15, 3, 32, False, False),
+        (32, 8, 64, True, False),
+        (32, 8, 64, True, True),
+    ):
+        types = {"table_ptr": "*fp32", "partial_ptr": "*fp32", "rstd_ptr": "*fp32", "eps": "fp32"}
         constants = {"HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, **rope.default_launch(half)}
-        forward = dict.fromkeys(() if norm_ else ("q_weight_ptr", "k_weight_ptr"))
-        backward = forward | dict.fromkeys(() if norm_ else ("x_ptr", "partial_ptr"))
-        name = f"{2 * half}{', norm' if norm_ else ''}"
-        for way, kernel, unused in (
-            ("forward", rope._rope_fwd_kernel, forward),
-            ("backward", rope._rope_bwd_kernel, backward),
-        ):
-            ptx = compile_kernel(f"rope {way} {name}", kernel, capability, types, **constants, **unused)
+        constants |= {"MAX_RATIO": 16.0 if from_output else None}
+        constants |= {} if from_output else {"rstd_ptr": None}
+        constants |= dict.fromkeys(() if norm_ else ("q_weight_ptr", "k_weight_ptr", "saved_ptr", "partial_ptr"))
+        name = f"{2 * half}{', norm' if norm_ else ''}{' from its output' if from_output else ''}"
+        for way, kernel in (("forward", rope._rope_fwd_kernel), ("backward", rope._rope_bwd_kernel)):
+            ptx = compile_kernel(f"rope {way} {name}", kernel, capability, types, **constants)
             assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
 
 

@@ -186,7 +186,7 @@ def rope_(before, backward):
     qkv = after(before(96), half(5, 96)).view(-1, 2, 3, 16)
     table = rope_table(torch.arange(2), 16).reshape(2, 2, 8).to(DEVICE)
     if backward:
-        return [rope.launch_backward(qkv, None, table, None, None, 1, 1e-5)[0][-1:]]
+        return [rope.launch_backward(qkv, None, None, table, None, None, 1, 1e-5)[0][-1:]]
     return [rope.launch_forward(qkv, table, 1, None, None, 1e-5)[-1:]]
 
 

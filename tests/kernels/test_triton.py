@@ -9,6 +9,7 @@ import math
 import random
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,15 +105,62 @@ def test_norm_recompute_refuses_imprecise_gradients(dtype, weight, ratio, nan):
         assert error <= torch.finfo(dtype).eps / 2 * (9 * 5 * (5 + limit) + 9 * 5 * 5)
 
 
-def test_a_model_knows_which_norm_has_nan():
+def test_a_rope_that_recomputes_saves_no_input():
+    """With weights, triton saves qkv, 9 heads of 8 channels a token; triton_recompute 6 rstd a token. See the rule."""
+    inputs = contract("rope").inputs((2, 5, 9, 8), kv_heads=3, qk_norm=True, dtype=torch.float32, device=DEVICE)
+    for impl, saves_input, numbers_per_token in (("triton", True, []), ("triton_recompute", False, [6])):
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.setdefault(t.data_ptr(), t), lambda t: t):
+            out = load("rope", impl, DEVICE)(**inputs)
+        not_new = {tensor.data_ptr() for tensor in (out, *inputs.values()) if isinstance(tensor, torch.Tensor)}
+        assert (inputs["qkv"].data_ptr() in saved) == saves_input
+        assert [tensor.numel() / 10 for pointer, tensor in saved.items() if pointer not in not_new] == numbers_per_token
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("weight", "ratio", "nan"), [(2**-10, 1.0, False), (-(2**-10), 1.01, True), (0.0, 1.0, True)])
+def test_rope_recompute_refuses_imprecise_gradients(dtype, weight, ratio, nan):
+    """`ratio` is that of the weights of two channels that turn together, divided by the largest that is allowed."""
+    from kernels.rope import triton_recompute
+
+    limit = 1024 if dtype == torch.float32 else 16
+    inputs = contract("rope").inputs((1, 9, 5, 16), kv_heads=1, qk_norm=True, dtype=dtype, device=DEVICE)
+    with torch.no_grad():
+        inputs["q_weight"][3], inputs["q_weight"][11] = weight, weight * limit * ratio
+    reason = triton_recompute.why_nan(inputs["q_weight"], inputs["k_weight"])
+    results = outputs_and_gradients(load("rope", "triton_recompute", DEVICE), inputs)
+    heads = results["d_qkv"].isnan().flatten(3).all(3).all(1).all(0).tolist()
+    assert heads == [nan, nan, nan, False, False]  # queries; a key and a value
+    assert results["d_q_weight"][3].isnan() == nan
+    assert results["out0"].isfinite().all()
+    assert results["d_k_weight"].isfinite().all()
+    assert (reason is not None) == nan
+    if nan:
+        assert f"and {1 if weight else 2} of 32 are too small" in reason
+    else:  # rounding moves both channels by eps / 2 of the larger one, so the smaller one's xhat by `limit` times that
+        # in 9 rows of 3 heads; |xhat| is below 4 and |dy| below 5. The last term is the rounding of dweight
+        exact = exact_results("rope", "triton_recompute", inputs)["d_q_weight"][3]
+        error = (results["d_q_weight"][3].double() - exact).abs()
+        assert error <= torch.finfo(dtype).eps / 2 * 27 * 5 * (2 * 4 * limit + 4)
+
+
+@pytest.mark.parametrize(
+    ("weight", "chosen", "norm"),
+    [
+        ("ln_2.weight", {"norm": "triton_recompute"}, "ln_2, norm"),
+        ("ln_1.weight", {"rms_norm": "triton_recompute"}, "ln_1, rms_norm"),
+        ("attn.k_norm.weight", {"rope": "triton_recompute"}, "attn, rope"),
+    ],
+)
+def test_a_model_knows_which_norm_has_nan(weight, chosen, norm):
     config = GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, vocab_size=32, pos="rope", bias=True, dropout=0.0)
-    kernels = KernelsConfig(norm="triton_recompute")
-    model = build(config, kernels, AttnConfig("eager"), "amp", DEVICE, seed=1)
+    config = replace(config, norm="rmsnorm" if "rms_norm" in chosen else "layernorm", qk_norm=True)
+    model = build(config, KernelsConfig(**chosen), AttnConfig("eager"), "amp", DEVICE, seed=1)
     assert why_nan(model) is None
     with torch.no_grad():
-        model.h[0].ln_2.weight[3] = 0
-    assert why_nan(model).startswith(
-        "in h.0.ln_2, norm=triton_recompute divides by the weights, and 1 of 16 are too small"
+        model.h[0].get_parameter(weight)[3] = 0
+    assert re.match(
+        rf"in h\.0\.{norm}=triton_recompute divides by the weights.*, and 1 of (16|32) are ", why_nan(model)
     )
 
 
