@@ -136,10 +136,10 @@ def wandb_table(source: ReportSource) -> list[list]:
     choices = source.measured_choices + [choice for choice in source.choices if not choice.speed]
     rows = [row for choice in choices for row in choice.rows]
     numbers = {key: None for row in rows for key in row if "/" in key and isinstance(row[key], int | float)}
-    lines = [["choice", "model", "precision", "status", *numbers, "of the baseline", "command"]]
+    lines = [["choice", "preset", "precision", "status", *numbers, "of the baseline", "command"]]
     for choice in choices:
         for row in choice.rows:
-            settings = [choice.title, choice.model, choice.precision, row["status"]]
+            settings = [choice.title, choice.preset, choice.precision, row["status"]]
             values = [row.get(key) if speed(row) else None for key in numbers]
             lines.append([*settings, *values, choice.ratio_text, choice.command])
     return lines

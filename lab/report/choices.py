@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
-from lab.report.describe import BASELINE, choice_name, commit, model_name, model_size, prefill_name, prompt_tokens
+from lab.report.describe import BASELINE, choice_name, commit, prefill_name, prompt_tokens
+from lab.report.presets import model_title, preset_of
 from lab.rerun import rerun_command
 from lab.sweep import compare
 from lab.sweep.table import comparable_speed, median_speed, speed, speed_key
@@ -27,7 +29,7 @@ class Choice:
         """The first run with a speed; the first run if none has one."""
         return next((row for row in self.rows if speed(row)), self.rows[0])
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The kernels and the attention, or the decoder: "triton, mlp eager + compile · flash", "decode int8"."""
         return choice_name(self.row) or self.row.get("name", "a row without a name")
@@ -40,10 +42,10 @@ class Choice:
     def generates(self) -> bool:
         return compare.is_generation(self.row)
 
-    @property
-    def model(self) -> str:
-        """A name such as "124M"; empty if the run ended before it had a model."""
-        return model_size(self.row)
+    @cached_property
+    def preset(self) -> str:
+        """The preset of the model, such as "gpt2_124m"; empty if the run ended before it had a model."""
+        return preset_of(self.row)
 
     @property
     def precision(self) -> str:
@@ -86,7 +88,7 @@ class Choice:
             return "baseline"
         return str(self.ratio or f"{self.speed / self.base.speed:.2f}x")
 
-    @property
+    @cached_property
     def command(self) -> str:
         return rerun_command(self.row)
 
@@ -138,7 +140,7 @@ def varying_texts(titles: list[str], texts: list[str]) -> list[str]:
 def identifying_settings(choice: Choice) -> dict[str, str]:
     """Return the settings that a qualifier may have, the most important first. The last is unique."""
     row, config = choice.row, choice.row.get("config", {})
-    settings = {"model": model_name(row), "precision": choice.precision}
+    settings = {"model": model_title(row), "precision": choice.precision}
     if choice.generates:
         settings["batch"] = f"batch {compare.sequences(row)}"
         settings["prompt"] = f"prompt {prompt_tokens(row):,}"

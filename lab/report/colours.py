@@ -52,3 +52,21 @@ def part_colours(parts: Iterable[str]) -> dict[str, str]:
     """Return a colour for each part of a whole; the part "other" is grey."""
     named = [part for part in parts if part != "other"]
     return dict(zip(named, cycle(PART_COLOURS), strict=False)) | {"other": GREY}
+
+
+def text_on(fill: str) -> str:
+    """Return black or white, whichever has the higher contrast to "#rrggbb". It is at least 4.58."""
+    return max(("#000000", "#ffffff"), key=lambda text: contrast(text, fill))
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast ratio of two colours "#rrggbb", from 1 to 21 (WCAG 2.2)."""
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of "#rrggbb" (WCAG 2.2)."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,8 +1,9 @@
-// Draws the panels, filtered by model and precision, and copies commands.
-const figures = JSON.parse(document.getElementById("data").textContent);
-const filters = { model: document.getElementById("model"), precision: document.getElementById("precision") };
+// Draws the panels, filtered by preset and precision, and copies commands.
+let figures; // the id of a panel -> its figure
+const filters = { preset: document.getElementById("preset"), precision: document.getElementById("precision") };
 const style = getComputedStyle(document.documentElement);
-const [ink, quiet, card, grid] = ["--ink", "--quiet", "--card", "--grid"].map((name) => style.getPropertyValue(name).trim());
+const [ink, quiet, grid] = ["--ink", "--quiet", "--grid"].map((name) => style.getPropertyValue(name).trim());
+const hover = document.getElementById("hover");
 const touch = matchMedia("(pointer: coarse)").matches;
 
 // Returns whether the filters show an object with these settings. A filter ignores a setting that is "".
@@ -11,9 +12,9 @@ function isShown(settings) {
 }
 
 // Returns the trace with the points that the filters show, or null if they show none. It filters every array whose
-// length is the number of points. A point's origin is [hover text, command, model, precision].
+// length is the number of points. A point's origin is [lines of text, command, preset, precision].
 function filterTrace(trace) {
-  const isOriginShown = ([, , model, precision]) => isShown({ model, precision });
+  const isOriginShown = ([, , preset, precision]) => isShown({ preset, precision });
   if (trace.meta) return isOriginShown(trace.meta) ? trace : null;
   if (!trace.customdata) return trace;
   const flags = trace.customdata.map(isOriginShown);
@@ -37,6 +38,7 @@ function legend(traces) {
   if (named.size < 2) return [];
   return [...named].map(([name, trace]) => {
     const label = document.createElement("span"), mark = label.appendChild(document.createElement("i"));
+    mark.ariaHidden = "true";
     const { line, marker } = trace;
     mark.style.color = line?.color || (Array.isArray(marker.color) ? ink : marker.color);
     const shape = String(marker ? marker.symbol : line.dash);
@@ -64,7 +66,6 @@ function plotLayout(figure, traces, width) {
     margin: { l: 8, r: 14, t: 8, b: 44 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: ink, size: 12, family: getComputedStyle(document.body).fontFamily },
-    hoverlabel: { bgcolor: card, bordercolor: quiet, align: "left", font: { color: ink, size: 12 } },
     showlegend: false, hovermode: "closest", bargap: 0.28, dragmode: touch ? false : "zoom",
   };
 }
@@ -79,13 +80,65 @@ function drawPanel(name, figure) {
     if (trace.text && plot.clientWidth < 480) trace.text = trace.text.map((text) => text.replace(/ \(.*\)/, ""));
   section.querySelector(".legend").replaceChildren(...legend(traces));
   Plotly.react(plot, traces, plotLayout(figure, traces, plot.clientWidth), { displayModeBar: false, responsive: true });
-  if (!plot.dataset.clicks) plot.on("plotly_click", ({ points: [point] }) => copy((point.customdata || point.data.meta)?.[1]));
-  plot.dataset.clicks = "yes";
+  section.querySelector(".values table").replaceChildren(...valueRows(figure.layout, traces));
+  if (plot.dataset.listens) return;
+  plot.dataset.listens = "yes";
+  plot.on("plotly_click", ({ points: [point] }) => copy((point.customdata || point.data.meta)?.[1]));
+  plot.on("plotly_hover", ({ points: [point] }) => showHover(plot, point));
+  plot.on("plotly_unhover", () => hover.classList.remove("on"));
+}
+
+// Shows the text of a point in a box beside it: beside the whole plot for a bar, which keeps its neighbours visible.
+function showHover(plot, point) {
+  const [text, command] = point.customdata || point.data.meta, { bbox, data } = point;
+  const [title, ...lines] = text.split("\n");
+  if (data.meta) lines.unshift(`${number(point.x)}: ${number(point.y)}`);
+  const parts = [["b", title], ...lines.map((line) => ["p", line]), ["code", command]];
+  hover.replaceChildren(...parts.map(([tag, text]) => element(tag, text)));
+  const area = plot.getBoundingClientRect(), box = hover.getBoundingClientRect();
+  const x = area.left - plot.offsetLeft, y = area.top - plot.offsetTop; // Plotly counts from the offset parent
+  const mark = { left: x + bbox.x0, right: x + bbox.x1, top: y + bbox.y0, bottom: y + bbox.y1 };
+  if (data.type === "bar") Object.assign(mark, { left: area.left, right: area.right });
+  const gap = 10, { clientWidth: width, clientHeight: height } = document.documentElement;
+  const middle = Math.max(gap, Math.min((mark.top + mark.bottom - box.height) / 2, height - box.height - gap));
+  let place = [gap, mark.bottom + gap]; // below; above if there is no room
+  if (place[1] + box.height > height) place = [gap, mark.top - box.height - gap];
+  if (mark.right + gap + box.width < width) place = [mark.right + gap, middle];
+  else if (mark.left - gap - box.width > 0) place = [mark.left - gap - box.width, middle];
+  hover.style.translate = `${place[0]}px ${place[1]}px`;
+  hover.classList.add("on");
+}
+
+function element(tag, text) {
+  return Object.assign(document.createElement(tag), { textContent: text });
+}
+
+function number(value) {
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.abs(value) < 1000 ? 4 : 21 });
+}
+
+// Returns the rows of the table that has a panel's values: a point each; of a line without points, its first and last.
+function valueRows(layout, traces) {
+  const plain = (label) => new DOMParser().parseFromString(label.replaceAll("<br>", " "), "text/html").body.textContent;
+  const { xaxis, yaxis, yaxis2 } = layout, rows = [];
+  for (const trace of traces.filter((trace) => trace.meta || trace.customdata)) {
+    trace.x.forEach((x, i) => {
+      const y = trace.y[i], isCategory = typeof y === "string";
+      if (trace.mode === "lines" && i && i < trace.x.length - 1) return;
+      const title = (trace.customdata?.[i] || trace.meta)[0].split("\n")[0];
+      const name = isCategory ? [plain(y), plain(trace.name)].filter(Boolean).join(": ") : title;
+      rows.push([trace.yaxis === "y2" ? `${name}: ${yaxis2.title.text}` : name, number(x), ...(isCategory ? [] : [number(y)])]);
+    });
+  }
+  const head = ["", xaxis.title.text, ...(yaxis.title.text ? [yaxis.title.text] : [])];
+  const line = (cells, tag) => { const row = document.createElement("tr"); row.append(...cells.map((cell) => element(tag, cell))); return row; };
+  return [line(head, "th"), ...rows.map((cells) => line(cells, "td"))];
 }
 
 function draw() {
+  hover.classList.remove("on");
   for (const [name, figure] of Object.entries(figures)) drawPanel(name, figure);
-  document.querySelectorAll("tr[data-model]").forEach((row) => (row.hidden = !isShown(row.dataset)));
+  document.querySelectorAll("[data-preset]").forEach((row) => (row.hidden = !isShown(row.dataset)));
 }
 
 async function copy(command) {
@@ -101,9 +154,21 @@ async function copy(command) {
   setTimeout(() => toast.classList.remove("on"), 2500);
 }
 
+// Returns the text that an element holds as gzip in base64.
+async function unpack(id) {
+  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (character) => character.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
+async function start() {
+  figures = JSON.parse(await unpack("data"));
+  document.head.append(element("script", await unpack("plotly")));
+  draw();
+  document.querySelectorAll("select").forEach((select) => select.addEventListener("change", draw));
+}
+
 document.querySelectorAll("select").forEach((select) => {
   select.parentElement.hidden = select.options.length < 3; // "all" and one value
-  select.addEventListener("change", draw);
 });
 document.addEventListener("click", (event) => copy(event.target.dataset.command));
-draw();
+start();

@@ -1,10 +1,12 @@
 """Write the report of a folder: report.html, report.md, and PNGs.
 
 report.html is one file that contains its figures and Plotly, and loads nothing from a network. It is made from
-page.html.j2, page.css and page.js.
+page.html.j2, page.css and page.js. Figures and Plotly are compressed in it, because Plotly alone has 4.8 MB.
 """
 
+import base64
 import contextlib
+import gzip
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +18,12 @@ from lab.report.bench_panels import benchmark_panels, draw_attention, draw_roofl
 from lab.report.choice_table import notes, report_markdown, report_tables, wandb_table
 from lab.report.choices import comparable_groups
 from lab.report.colours import choice_colours
-from lab.report.describe import choice_name, model_size
+from lab.report.describe import choice_name
 from lab.report.panels import choice_panels, draw_speeds
 from lab.report.plot import plotly
+from lab.report.presets import preset_of
 from lab.report.source import ReportSource, StoredRow, make_source, read_lines
+from lab.report.take import LADDER, takes
 from runtime import trackers
 from runtime.config import UserError, check
 from runtime.trackers import LoggerConfig
@@ -94,22 +98,31 @@ def render_page(source: ReportSource) -> str:
     colours = choice_colours(names, backends)
     panels = [*choice_panels(source, colours), *benchmark_panels(source, colours)]
     figures = {panel.id: plotly(panel.figure) for panel in panels if panel.figure}
-    models = {choice.model for choice in source.all_choices} | set(map(model_size, source.searches))
+    presets = {choice.preset for choice in source.all_choices} | set(map(preset_of, source.searches))
     precisions = {choice.precision for choice in source.all_choices}
     precisions |= {row["config"]["precision"] for row in source.searches}
     jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html.j2").render(
         name=source.folder.resolve().name,
-        filters={"Model": sorted(models - {""}), "Precision": sorted(precisions - {""})},
+        filters={"Preset": sorted(presets - {""}), "Precision": sorted(precisions - {""})},
+        takes=takes(source.measured),
+        ladder_columns=LADDER,
         panels=panels,
         notes=notes(source),
         tables=report_tables(source),
         colours=colours,
         css=read_text(HERE / "page.css"),
         js=read_text(HERE / "page.js"),
-        plotly=get_plotlyjs(),
-        figures=json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        packed={
+            "plotly": pack(get_plotlyjs()),
+            "data": pack(json.dumps(figures, separators=(",", ":"), allow_nan=False)),
+        },
     )
+
+
+def pack(text: str) -> str:
+    """Return a text as gzip in base64, which page.js unpacks. Equal texts give equal bytes."""
+    return base64.b64encode(gzip.compress(text.encode(errors="replace"), mtime=0)).decode()
 
 
 def publish(source: ReportSource, mode: str, files: list[Path]) -> list[Path]:

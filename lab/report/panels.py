@@ -65,7 +65,7 @@ def choice_origin(choice: Choice, lines: list[str] | None = None) -> Origin:
     if lines is None:
         cells = [f"{name} {cell(choice)}" for name, cell in choice_columns([choice]).items() if name != "choice"]
         lines = [choice.title, ", ".join(cells), " | ".join(kernel_texts(choice.row).values())]
-    return make_origin(lines, choice.command, choice.model, choice.precision)
+    return make_origin(lines, choice.command, choice.preset, choice.precision)
 
 
 def choice_point(choice: Choice, x: float, y: float | str, lines: list[str] | None = None, **style) -> Point:
@@ -169,8 +169,8 @@ def parity_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | No
             continue
         losses, reference = (dict(enumerate(parities[0][key], 1)) for key in ("losses", "reference"))
         style = {"name": "reference: eager in fp32", "dash": "dash", "width": 1.5}
-        style["origin"] = Origin("reference", "", choice.model, choice.precision)
-        key = choice.model, choice.precision, *reference.values()
+        style["origin"] = Origin("reference", "", choice.preset, choice.precision)
+        key = choice.preset, choice.precision, *reference.values()
         references.setdefault(key, LossCurve(reference, reference, style))
         style = {"name": choice.name, "colour": colours[choice.name], "dash": dashes[choice.name]}
         style["origin"] = choice_origin(choice)

@@ -6,9 +6,9 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lab.report.colours import INK
+from lab.report.colours import INK, text_on
 
-HOVER, HOVER_LINE = "%{customdata[0]}<extra></extra>", "%{x:.0f}: %{y:.4f}<br>%{meta[0]}<extra></extra>"
+LONGEST_LINE = 600  # characters of a hover text: a row's name may have any length
 
 
 class Origin(NamedTuple):
@@ -17,9 +17,9 @@ class Origin(NamedTuple):
     The command is "" if the row has none that may run again. A filter ignores an origin whose setting is "".
     """
 
-    hover: str  # HTML
+    hover: str  # lines of plain text
     command: str
-    model: str = ""
+    preset: str = ""
     precision: str = ""
 
 
@@ -134,6 +134,7 @@ def trace(series: Series) -> dict:
         values["text"] = [markup(point.text) for point in points]
         if mode == "bars":  # inside the bar if it has the room
             values |= {"textposition": "auto", "insidetextanchor": "start", "textangle": 0, "constraintext": "none"}
+            values["insidetextfont"] = {"color": one([text_on(fill) for fill in fills])}
         else:
             values |= {"textposition": series.side, "cliponaxis": False}
     if points[0].spread:
@@ -141,12 +142,11 @@ def trace(series: Series) -> dict:
         sides["arrayminus"] = [point.x - point.spread[0] for point in points]
         values["error_x"] = sides | {"type": "data", "symmetric": False, "color": INK, "thickness": 1, "width": 3}
     if series.origin:
-        values |= {"meta": series.origin, "hovertemplate": HOVER_LINE}
+        values["meta"] = series.origin
     elif points[0].origin:
-        values |= {"customdata": [point.origin for point in points], "hovertemplate": HOVER}
-    else:
-        values["hoverinfo"] = "skip"
-    return values
+        values["customdata"] = [point.origin for point in points]
+    has_origin = series.origin or points[0].origin
+    return values | {"hoverinfo": "none" if has_origin else "skip"}  # page.js draws the box itself
 
 
 def one(values: list) -> object:
@@ -180,8 +180,6 @@ def wrap(text: str, width: int, **options) -> list[str]:
     return textwrap.wrap(text[: 13 * width], width, max_lines=12, placeholder=" ...", **options)
 
 
-def make_origin(lines: list[str], command: str, model: str = "", precision: str = "") -> Origin:
-    """Return the origin whose hover text is the lines, the first in bold, and the command in italics."""
-    title, *rest = [markup(part) for line in lines for part in wrap(line, 58)] or [""]
-    command_lines = [f"<i>{markup(part)}</i>" for part in wrap(command, 54, break_on_hyphens=False)]
-    return Origin("<br>".join([f"<b>{title}</b>", *rest, "", *command_lines]), command, model, precision)
+def make_origin(lines: list[str], command: str, preset: str = "", precision: str = "") -> Origin:
+    """Return the origin whose hover text is the lines. page.js writes the first in bold, and adds the command."""
+    return Origin("\n".join(line[:LONGEST_LINE] for line in lines), command, preset, precision)

@@ -15,6 +15,7 @@ from lab.sweep.compare import is_generation, sequences
 from runtime.config import check
 
 BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files
+LADDER = "-rungs"  # the end of the name of a device's folder with its ladder
 COLLECTED = "train.jsonl", "generate.jsonl"  # the files of runs in results/<device>/
 
 
@@ -42,12 +43,12 @@ class ReportSource:
 
     @property
     def measured_choices(self) -> list[Choice]:
-        """The choices with a speed, by model and precision, fastest first."""
+        """The choices with a speed, by preset and precision, fastest first."""
         return sort_measured(self.choices)
 
     @property
     def measured_generations(self) -> list[Choice]:
-        """The choices of generation with a speed, by model, precision, batch and prompt, fastest first."""
+        """The choices of generation with a speed, by preset, precision, batch and prompt, fastest first."""
         return sort_measured(self.generations)
 
     @property
@@ -71,11 +72,12 @@ class ReportSource:
 
 
 def sort_measured(choices: list[Choice]) -> list[Choice]:
-    """Return the choices with a speed, by model (124M before 1558M), precision and sizes, fastest first."""
+    """Return the choices with a speed, by preset (tiny, for tests, comes last), precision and sizes, fastest first."""
 
     def order(choice: Choice) -> tuple:
         sizes = (sequences(choice.row), prompt_tokens(choice.row)) if choice.generates else ()
-        return len(choice.model), choice.model, choice.precision, *sizes, -choice.comparable_speed
+        preset = choice.preset == "tiny", len(choice.preset), choice.preset
+        return *preset, choice.precision, *sizes, -choice.comparable_speed
 
     return sorted((choice for choice in choices if choice.speed), key=order)
 
@@ -115,7 +117,10 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
 
 
 def read_lines(folder: Path) -> tuple[list[StoredRow], list[str]]:
-    """Return (the lines of a folder that hold a row, the places that hold none)."""
+    """Return (the lines of a folder that hold a row, the places that hold none).
+
+    The folder of a device has the rows of its ladder, too: results/h200 has those of results/h200-rungs.
+    """
     lines, left_out = [], []
     for path in job_results(folder):
         row = read_run(path.parent)
@@ -123,7 +128,8 @@ def read_lines(folder: Path) -> tuple[list[StoredRow], list[str]]:
             lines.append(StoredRow(row, path))
         else:
             left_out.append(str(path))
-    paths = [folder / name for name in COLLECTED]
+    ladder = folder.resolve().parent / f"{folder.resolve().name}{LADDER}"
+    paths = [place / name for place in (folder, ladder) for name in COLLECTED]
     for name in BENCHMARKS:
         paths += sorted({*folder.glob(f"*/{name}.jsonl"), *folder.glob(f"{name}.jsonl")})
     for path in paths:

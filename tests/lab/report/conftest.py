@@ -35,6 +35,7 @@ def open_page(browser):
         tab.on("console", lambda message: errors.append(message.text))
         tab.on("pageerror", lambda error: errors.append(str(error)))
         tab.goto((folder / "report.html").as_uri())
+        tab.wait_for_function("window.Plotly")  # the page unpacks it, and then draws at once
         return tab
 
     yield open_page

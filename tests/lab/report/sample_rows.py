@@ -228,7 +228,7 @@ def write_sweep(folder: Path) -> Path:
         write_row(folder / f"{number:02}-{kernels}-{attn}.2", make_row(kernels, attn, seed=1))
         write_row(folder / f"{number + 10}-{kernels}-{attn}-bf16", make_row(kernels, attn, "bf16", 0.965))
     for number, (kernels, attn) in enumerate((("eager", "sdpa"), ("triton", "flash")), 21):
-        row = make_row(kernels, attn, "bf16", 2.6, 354_871_296, n_layer=24, n_embd=1024)
+        row = make_row(kernels, attn, "bf16", 2.6, 354_871_296, n_layer=24, n_head=16, n_embd=1024)
         write_row(folder / f"{number}-355m-{kernels}", row)
     oom = {"status": "oom", "parity": None, "config": make_config("eager", "eager"), "name": "124M-eager-eager-amp"}
     write_row(folder / "31-full", make_row(attn="sdpa") | oom)

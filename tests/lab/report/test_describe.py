@@ -31,7 +31,7 @@ def test_a_field_of_the_model_is_named_if_it_is_not_the_default(field):
     assert training_text(with_field(rows[0], field)) != training_text(rows[0])
     choices = group_runs([rows[0], with_field(rows[0], field)])
     set_qualifiers(choices)
-    assert [choice.qualifier for choice in choices] == ["124M", f"124M, {field}={VALUES[field]}"]
+    assert [choice.qualifier for choice in choices] == ["gpt2_124m", f"gpt2_124m, {field}={VALUES[field]}"]
     assert is_124m(rows[0])
     assert is_124m(with_field(rows[0], field)) == (field in ("checkpointing", "keep_attention"))
     changed = copy.copy(GPT2)

@@ -27,12 +27,12 @@ def test_the_page_of_a_sweep_of_generation_shows_its_rows(source, open_page):
         assert sorted(speeds) == sorted(choice.speed for choice in measured)
     milliseconds = sum(sum(trace["x"]) for trace in traces["decoding"])
     assert milliseconds == pytest.approx(sum(choice.row["gen/step_ms"] for choice in measured), rel=0.02)
-    assert tab.locator("#generations tr[data-model]").count() == 12
+    assert tab.locator("#generations tr[data-preset]").count() == 12
     assert tab.locator("#choices").count() == 0
     marks = tab.eval_on_selector_all("#batches .legend i", "marks => marks.map(mark => mark.textContent)")
     assert sorted(marks) == ["■"] * 3 + ["●"] * 3
     assert "3 of 508 greedy tokens" in tab.inner_text("#failures")
-    button = tab.locator("#generations tr[data-model] .copy").first
+    button = tab.locator("#generations tr[data-preset] .copy").first
     assert button.get_attribute("data-command") == "python -m scripts.generate kernels.decode=int8 batch=1"
 
 

@@ -1,0 +1,173 @@
+"""What to take: the fastest and the leanest choice for each kind of work, the commands for them, and the ladder.
+
+Choices are compared within a session: one commit on one machine, with the same settings. The session that has the
+fastest choice counts. Choices that round more than their precision, such as fp8 or int8, are named apart.
+"""
+
+from dataclasses import dataclass
+
+from lab.report.choices import Choice
+from lab.report.describe import prompt_tokens
+from lab.report.peers import rounds_on_purpose
+from lab.report.presets import model_title
+from lab.report.user_command import user_command
+from lab.sweep import compare
+
+LADDER = "choice", "tokens/s", "of the line above", "peak GiB"  # the columns of Take.lines
+KIND, SIZES = 4, 6  # how many parts of work_of() are the preset and training or generation; and the sizes, too
+
+
+@dataclass
+class Pick:
+    """A choice to take, and the others that tie with it."""
+
+    label: str  # "Fastest"
+    choice: Choice
+    command: str
+    ties: list[Choice]
+    figures: str  # "640,219 tokens/s, 16.3 GiB, 1.157x (1.134 to 1.174) of compile · sdpa"
+
+
+@dataclass
+class Take:
+    """The picks of one kind of work, and the choices of their session, slowest first."""
+
+    title: str
+    picks: list[Pick]
+    ladder: list[Choice]
+
+    @property
+    def preset(self) -> str:
+        return self.ladder[0].preset
+
+    @property
+    def precision(self) -> str:
+        """Empty if the ladder has several."""
+        precisions = {choice.precision for choice in self.ladder}
+        return "" if len(precisions) > 1 else precisions.pop()
+
+    @property
+    def lines(self) -> list[tuple[Choice, list[str]]]:
+        """The ladder's lines: a choice, its tokens/s, the gain over the line above, and its GiB."""
+        lines = []
+        for before, choice in zip([None, *self.ladder], self.ladder, strict=False):
+            gain = gain_text(choice, before) if before else ""
+            name = choice.name if self.precision else f"{choice.name}, {choice.precision}"
+            lines.append((choice, [name, f"{choice.speed:,.0f}", gain, memory_cell(choice)]))
+        return lines
+
+
+def takes(choices: list[Choice]) -> list[Take]:
+    """Return what to take for each kind of work that at least two of the choices do. All have a speed.
+
+    The first of each preset come first: training on the shortest sequences, and generating the fewest. tiny is last.
+    """
+    works: dict[tuple, list[Choice]] = {}
+    for choice in choices:
+        if can_be_taken(choice):
+            works.setdefault(work_of(choice), []).append(choice)
+    found: list[tuple[tuple, Take]] = []
+    for work, members in works.items():
+        exact = {id(choice): choice.speed for choice in members if not rounds(choice)}
+        best = max(sessions_of(members), key=lambda session: max(exact.get(id(choice), 0) for choice in session))
+        if exact and len(members) > 1:
+            take = make_take(best)
+            found.append(((*work[:SIZES], -take.picks[0].choice.speed), take))
+    found.sort(key=lambda each: each[0])
+    kinds = [order[:KIND] for order, _ in found]
+    places = [(kind[0], kinds[:i].count(kind)) for i, kind in enumerate(kinds)]  # (is it tiny?, 0 for the first)
+    return [found[i][1] for i in sorted(range(len(found)), key=lambda i: places[i])]
+
+
+def can_be_taken(choice: Choice) -> bool:
+    """Return whether the choice is of this repo, and this version has it. The speed of a draft depends on the text."""
+    row = choice.row
+    drafts = (row["config"].get("generate") or {}).get("speculate")
+    return not compare.peer_name(row) and not drafts and bool(user_command(row))
+
+
+def rounds(choice: Choice) -> bool:
+    return choice.precision == "fp8" or (choice.generates and rounds_on_purpose(choice.row))
+
+
+def sessions_of(choices: list[Choice]) -> list[list[Choice]]:
+    """Group choices that differ in nothing but their kernels and in bf16 or fp8."""
+    sessions: list[list[Choice]] = []
+    for choice in choices:
+        for session in sessions:
+            lines = compare.differences(choice.row, session[0].row)
+            if all(line.startswith("precision:") for line in lines):
+                session.append(choice)
+                break
+        else:
+            sessions.append([choice])
+    return sessions
+
+
+def work_of(choice: Choice) -> tuple:
+    """Return what a choice computes. Choices with equal tuples are compared."""
+    row, config = choice.row, choice.row["config"]
+    precision = "bf16" if choice.precision == "fp8" else choice.precision  # fp8 has bf16's weights
+    kind = choice.preset == "tiny", len(choice.preset), choice.preset, choice.generates
+    sizes = (
+        (compare.sequences(row), prompt_tokens(row)) if choice.generates else (int(config["train"]["block_size"]), 0)
+    )
+    machine = row.get("env", {}).get("device") or "", row.get("world_size", 1)
+    return *kind, *sizes, model_title(row), *machine, precision
+
+
+def make_take(session: list[Choice]) -> Take:
+    """Return the picks of a session: the fastest, the leanest, and a faster one that rounds more, if there is one."""
+    exact = [choice for choice in session if not rounds(choice)]
+    fastest = max(exact, key=lambda choice: choice.comparable_speed)
+    ties = [choice for choice in exact if choice is not fastest and is_tie(choice, fastest)]
+    picks = [make_pick("Fastest", fastest, fastest.base, ties)]
+    if len(exact) > 1 and all(choice.memory for choice in exact):
+        least = min(choice.memory for choice in exact) * (1 + compare.RESOLUTION)
+        lean = [choice for choice in exact if choice.memory <= least]
+        leanest = max(lean, key=lambda choice: choice.comparable_speed)
+        if leanest is fastest:
+            picks[0].label = "Fastest and leanest"
+        else:
+            lean.remove(leanest)
+            picks.append(make_pick("Leanest", leanest, leanest.base, lean))
+    rounded = max((choice for choice in session if rounds(choice)), key=lambda choice: choice.speed, default=None)
+    if rounded and rounded.speed > fastest.speed and not is_tie(rounded, fastest):
+        picks.append(make_pick("Faster, but it rounds more", rounded, fastest, []))
+    return Take(title_of(fastest), picks, sorted(session, key=lambda choice: choice.speed))
+
+
+def make_pick(label: str, choice: Choice, base: Choice | None, ties: list[Choice]) -> Pick:
+    """Return a pick whose figures compare it with `base`."""
+    parts = [f"{choice.speed:,.0f} tokens/s", f"{memory_cell(choice)} GiB" if choice.memory else ""]
+    if base and base is not choice:
+        parts.append(f"{choice.ratio_text if base is choice.base else gain_text(choice, base)} of {base.name}")
+    return Pick(label, choice, user_command(choice.row), ties, ", ".join(filter(None, parts)))
+
+
+def memory_cell(choice: Choice) -> str:
+    return f"{choice.memory:.{2 if choice.generates else 1}f}" if choice.memory else ""
+
+
+def is_tie(one: Choice, other: Choice) -> bool:
+    """Return whether the interval of the ratio contains 1; without timed intervals, whether the spreads overlap."""
+    compared = compare.ratio(one.rows, other.rows)
+    if compared:
+        return compared.verdict == "tie"
+    return one.spread[0] <= other.spread[1] and other.spread[0] <= one.spread[1]
+
+
+def gain_text(choice: Choice, before: Choice) -> str:
+    """Return the ratio of two speeds, such as "1.082x (1.075 to 1.090)"."""
+    return str(compare.ratio(choice.rows, before.rows) or f"{choice.speed / before.speed:.2f}x")
+
+
+def title_of(choice: Choice) -> str:
+    """Return a title such as "Training gpt2_124m in bf16, sequences of 1,024 tokens"."""
+    row, what = choice.row, f"{model_title(choice.row)} in {choice.precision}"
+    if choice.generates:
+        count = compare.sequences(row)
+        sequences = f"{count:,} sequence{'s' if count > 1 else ''}"
+        return f"Generating with {what}, {sequences} after {prompt_tokens(row):,} tokens"
+    gpus = f", {row['world_size']} GPUs" if row.get("world_size", 1) > 1 else ""
+    return f"Training {what}, sequences of {row['config']['train']['block_size']:,} tokens{gpus}"

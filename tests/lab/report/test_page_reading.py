@@ -1,0 +1,114 @@
+"""The page opens with what to take, and can be read: contrast, charts as tables, its size."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lab.report.colours import BACKEND_COLOURS, GREY, PART_COLOURS, contrast, text_on
+from lab.report.page import render_page, write_report
+from lab.report.source import read_source
+from lab.report.take import takes
+from tests.lab.report.sample_rows import write_sweep
+from tests.lab.report.test_page import drawn_traces
+
+ROOT = Path(__file__).resolve().parents[3]
+LEAST = 4.5  # WCAG 2.2, level AA, for text of normal size
+# Returns [text, colour, background] of each text that is shown. The background of a bar's text is the bar. The marks of
+# a legend are no text, and are hidden from readers of the page
+SHOWN_TEXTS = """() => [...document.querySelectorAll("body *")].flatMap((e) => {
+    const texts = [...e.childNodes].filter((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!texts.length || e.ariaHidden) return [];
+    if (!e.checkVisibility({ visibilityProperty: true, opacityProperty: true })) return [];
+    const text = texts[0].textContent.trim(), svg = e.closest("svg");
+    const bar = e.closest("text")?.classList.contains("bartext-inside") && e.closest(".point").querySelector("path");
+    const colour = getComputedStyle(e)[svg ? "fill" : "color"];
+    if (bar) return [[text, colour, getComputedStyle(bar).fill]];
+    let behind = svg ? svg.parentElement : e;
+    while (/, 0\\)$/.test(getComputedStyle(behind).backgroundColor)) behind = behind.parentElement;
+    return [[text, colour, getComputedStyle(behind).backgroundColor]];
+})"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_sweep(tmp_path_factory.mktemp("report") / "mine")
+    write_report(folder)
+    return folder
+
+
+def hexadecimal(colour):
+    """Return "#rrggbb" for "rgb(1, 2, 3)"; an opaque colour only."""
+    numbers = re.fullmatch(r"rgb\((\d+), (\d+), (\d+)\)", colour)
+    assert numbers, colour
+    return "#" + "".join(f"{int(number):02x}" for number in numbers.groups())
+
+
+def test_the_contrast_of_known_pairs():
+    """WCAG's examples: 21 for black on white; #767676 is the lightest grey that is enough on white."""
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") < LEAST < contrast("#767676", "#ffffff")
+    assert contrast("#ffffff", "#009E73") == pytest.approx(3.4, abs=0.05)  # Plotly's own choice of a label's colour
+    for fill in {*BACKEND_COLOURS, *PART_COLOURS, GREY}:
+        assert contrast(text_on(fill), fill) >= LEAST
+
+
+@pytest.mark.exhaustive
+def test_every_text_has_enough_contrast(folder, open_page):
+    tab = open_page(folder)
+    tab.evaluate("document.querySelectorAll('details').forEach((details) => (details.open = true))")
+    tab.locator("#speed .barlayer .point path").first.hover(force=True)
+    tab.wait_for_selector("#hover.on")
+    texts = tab.evaluate(SHOWN_TEXTS)
+    low = [each for each in texts if contrast(hexadecimal(each[1]), hexadecimal(each[2])) < LEAST]
+    assert low == []
+    backgrounds = {background for _, _, background in texts}
+    assert len(backgrounds) > 5  # the page, the cards, and bars of several colours
+    assert {"Take this", "As a table", "Precision"} <= {text for text, _, _ in texts}
+
+
+@pytest.mark.exhaustive
+def test_every_chart_is_also_a_table_of_what_the_filters_show(folder, open_page):
+    tab = open_page(folder, 1000)
+    for precision in ("", "bf16"):
+        tab.select_option("#precision", precision)
+        drawn = {panel: traces for panel, traces in drawn_traces(tab).items() if traces}
+        assert len(drawn) >= 8
+        for panel, traces in drawn.items():
+            label = tab.locator(f"#{panel} .plot").get_attribute("aria-label")
+            assert label.endswith("below also as a table")
+            rows = tab.locator(f"#{panel} .values tr").evaluate_all(
+                "rows => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
+            )
+            shown = [trace for trace in traces if trace.get("customdata") or trace.get("meta")]
+            points = sum(len(trace["customdata"]) if trace.get("customdata") else 2 for trace in shown)
+            assert len(rows) == 1 + points, panel
+            if panel == "speed":
+                speeds = [float(row[1].replace(",", "")) for row in rows[1:]]
+                assert speeds == pytest.approx(traces[0]["x"], rel=1e-3)
+
+
+@pytest.mark.exhaustive
+def test_the_page_opens_with_what_to_take_and_copies_its_command(folder, open_page):
+    tab, found = open_page(folder, 1100), takes(read_source(folder).measured)
+    top = {id: tab.locator(f"#{id}").bounding_box()["y"] for id in ("take", "speed", "notes")}
+    assert top["take"] < min(top["speed"], top["notes"])
+    assert tab.locator("#take h3").all_inner_texts() == [take.title for take in found]
+    pick = found[0].picks[0]
+    assert tab.locator("#take code").first.inner_text() == pick.command
+    tab.locator("#take .pick .copy").first.click()
+    toast_has_command = "command => document.querySelector('#toast').textContent.includes(command)"
+    tab.wait_for_function(toast_has_command, arg=pick.command)
+    ladder = tab.locator("#take section").first.locator("tr")
+    assert ladder.count() == 1 + len(found[0].ladder)
+    tab.select_option("#preset", "gpt2_350m")
+    assert tab.locator("#take h3:visible").all_inner_texts() == [
+        take.title for take in found if take.preset == "gpt2_350m"
+    ]
+
+
+@pytest.mark.exhaustive
+def test_the_page_of_the_largest_folder_is_under_3_mb(tmp_path):
+    """results/h200 has most rows. Plotly alone had 4.8 MB in it."""
+    page = render_page(read_source(ROOT / "results/h200"))
+    assert len(page.encode()) < 3e6
