@@ -10,7 +10,7 @@ from lab.report.plot import Figure, Series, octave_ticks
 
 # Plotly's names -> matplotlib's
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "cross": "P", "triangle-up": "^", "star": "*"}
-MARKERS |= {"x": "X", "pentagon": "p", "triangle-down": "v", "hexagon": "h", "diamond-tall": "d"}
+MARKERS |= {"x": "X", "pentagon": "p", "triangle-down": "v", "hexagon": "h", "diamond-tall": "d", "circle-open": "o"}
 LINES = {"solid": "-", "dot": ":", "longdash": "--", "dash": "-."}
 
 
@@ -108,6 +108,7 @@ def draw_series(panel, series: Series) -> None:
     if "markers" in series.mode:
         style = {"color": colour, "linestyle": "", "markersize": series.size / 2}
         for point in points:
-            panel.plot(point.x, point.y, marker=MARKERS[point.symbol], **style)
+            hollow = {"markerfacecolor": "none"} if point.symbol.endswith("-open") else {}
+            panel.plot(point.x, point.y, marker=MARKERS[point.symbol], **style, **hollow)
         if series.mode == "markers":
             panel.plot([], [], marker="o", label=label, **style)  # for the legend

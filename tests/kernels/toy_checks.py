@@ -14,7 +14,7 @@ from kernels.names import OPS, TRAINING_OPS, config_groups, impls
 from kernels.registry import family_patterns
 from lab.bench import probe
 from lab.proof.receipt import family_of
-from lab.report.bench_panels import MARK_OF_OP
+from lab.report.bench_panels import OP_COLOURS
 from lab.report.describe import choice_name
 from scripts import bench_kernels, doctor
 
@@ -89,11 +89,11 @@ def test_the_benchmark_measures_the_backends(called, monkeypatch, tmp_path):
     assert rows[1]["executed"] == "mine (mine, 1.0)"
 
 
-def test_kernels_of_the_op_have_a_family_and_the_op_has_a_mark():
+def test_kernels_of_the_op_have_a_family_and_the_op_has_a_colour():
     """A profile recognises the kernels by FAMILY, the contract's or the backend's."""
     eager = dict.fromkeys(OPS, "eager")
     mine = family_patterns(eager | {"toy": "mine", "norm": "mine"})
     for kernel, op in {"silu_kernel": "toy", "my_toy_kernel": "toy", "my_norm_kernel": "norm"}.items():
         assert family_of(kernel, mine) == op
     assert family_of("my_toy_kernel", family_patterns(eager)) == "other"
-    assert set(MARK_OF_OP) == set(TRAINING_OPS)
+    assert set(OP_COLOURS) == set(TRAINING_OPS)

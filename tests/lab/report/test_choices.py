@@ -11,7 +11,7 @@ import pytest
 
 from kernels.registry import OPS, TRAINING_OPS, impls
 from lab.proof.receipt import AFTER_OPS, BEFORE_OPS
-from lab.report.bench_panels import MARK_OF_OP
+from lab.report.bench_panels import OP_COLOURS
 from lab.report.choice_table import report_tables, wandb_table
 from lab.report.choices import Choice
 from lab.report.colours import choice_colours, part_colours
@@ -32,9 +32,9 @@ def test_choices_that_differ_in_kernels_alone_are_compared(tmp_path):
     source = read_source(write_sweep(tmp_path / "sweep"))
     groups = {}
     for choice in source.measured_choices:
-        groups.setdefault((choice.model, choice.precision), []).append(choice)
+        groups.setdefault((choice.preset, choice.precision), []).append(choice)
         base = choice.base
-        assert (base.model, base.precision) == (choice.model, choice.precision)
+        assert (base.preset, base.precision) == (choice.preset, choice.precision)
         assert choice.ratio == compare.ratio(choice.rows, base.rows)
     assert [len(group) for group in groups.values()] == [5, 5, 2]
     names = {(choice.name, choice.precision): choice for choice in source.measured_choices}
@@ -43,7 +43,8 @@ def test_choices_that_differ_in_kernels_alone_are_compared(tmp_path):
 
 def test_force_compares_all_choices(tmp_path):
     source = read_source(write_sweep(tmp_path / "sweep"), force=True)
-    other = next(choice for choice in source.measured_choices if choice.precision == "bf16" and choice.model == "124M")
+    measured = source.measured_choices
+    other = next(choice for choice in measured if (choice.preset, choice.precision) == ("gpt2_124m", "bf16"))
     assert other.base is source.choices[0]
     assert other.ratio_text == str(compare.ratio(other.rows, source.choices[0].rows))
 
@@ -158,11 +159,11 @@ def test_every_backend_has_a_colour_of_its_own():
     assert len({colours[impl] for impl in impls("attention")}) == len(impls("attention"))
 
 
-def test_every_kernel_family_has_a_colour_and_every_op_a_symbol():
+def test_every_kernel_family_has_a_colour_and_every_op_another():
     families = [*BEFORE_OPS, *OPS, *AFTER_OPS]
     assert len(set(part_colours(families).values())) == len(families) + 1  # and "other"
-    assert set(MARK_OF_OP) == set(TRAINING_OPS)
-    assert len(set(MARK_OF_OP.values())) == len(TRAINING_OPS)
+    assert set(OP_COLOURS) == set(TRAINING_OPS)
+    assert len(set(OP_COLOURS.values())) == len(TRAINING_OPS)
 
 
 def test_a_file_that_cannot_be_read_is_named(called, tmp_path):
@@ -209,7 +210,7 @@ def test_a_command_that_is_not_ours_is_not_copied(command):
     """Neither by the button, nor by a click on a point, and W&B's table has none."""
     choice = Choice([make_row() | {"command": command}])
     assert choice.command == ""
-    assert "<i>" not in choice_origin(choice).hover
+    assert choice_origin(choice).command == ""
 
 
 def test_a_full_disk_leaves_the_last_report(called, tmp_path, monkeypatch):
@@ -298,7 +299,7 @@ def test_a_backend_that_is_slower_than_eager_has_a_column(tmp_path, results):
     [line] = generation.lines
     assert dict(zip(generation.columns, line.cells, strict=True))["slower than eager"] == "mlp 2.13x"
     slow = next(choice for choice in source.measured_choices if choice.row.get("slower"))
-    assert "slower than eager here: 7.29 ms beside 3.42" in choice_origin(slow).hover.replace("<br>", " ")
+    assert "slower than eager here: 7.29 ms beside 3.42" in choice_origin(slow).hover
     append_rows(results / "h200/train.jsonl", rows)
     head, _, *lines = ([cell.strip() for cell in line.split("|")] for line in throughput("h200").splitlines())
     assert sorted(line[head.index("slower than eager")] for line in lines) == ["", "", "attention 2.13x"]
