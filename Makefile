@@ -1,7 +1,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: smoke course lint test test-all compiled mutants format lock clean
+DEVICES := h200 h200x2 h200x4 h100 h100x2
+
+.PHONY: smoke course lint test test-all compiled pages mutants format lock clean
 
 smoke: .venv/installed  ## train a tiny GPT on the CPU: under a minute
 	$(BIN)/python train.py +experiment=smoke
@@ -26,6 +28,15 @@ test-all: lint  ## lint, and every test
 compiled: .venv/installed  ## compile our Triton kernels for each kind of GPU, and write the tables of what they need
 	$(BIN)/python -m tests.kernels.compiled
 	$(BIN)/python -m scripts.report
+
+pages: .venv/installed  ## write the page of each device in results/, and a list of them, into out/pages
+	rm -rf out/pages
+	mkdir -p out
+	cp -R results out/pages
+	for device in $(DEVICES); do \
+		$(BIN)/python -m scripts.report out/pages/$$device || exit 1; \
+		echo "<p><a href=\"$$device/report.html\">$$device</a></p>" >> out/pages/index.html; \
+	done
 
 mutants: .venv/installed  ## change one line of the program at a time: a test must fail
 	$(BIN)/python -m tests.mutants

@@ -343,6 +343,23 @@ def test_the_public_workflow_runs_what_ci_runs():
     assert (ROOT / lock).exists()
 
 
+def test_the_pages_of_all_devices_are_an_artifact_of_the_public_workflow():
+    """A device is a folder of results/ without a dash. Its page needs no rows from elsewhere, except its ladder's."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/pages.yml").read_text())
+    steps = workflow["jobs"]["build"]["steps"]
+    [command] = [step["run"] for step in steps if "run" in step]
+    assert command.endswith(" make pages")
+    uploads = [step["with"]["path"] for step in steps if "upload" in step.get("uses", "")]
+    assert uploads == ["out/pages"] * 2
+    [devices] = re.findall(r"^DEVICES := (.*)$", MAKEFILE, re.MULTILINE)
+    folders = {path.parent.name for path in (ROOT / "results").glob("*/train.jsonl")}
+    assert set(devices.split()) == {name for name in folders if "-" not in name}
+    make = ["make", "--dry-run", "--old-file=.venv/installed", "pages"]
+    assert (
+        "cp -R results out/pages" in subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
+
+
 def test_make_smoke_ends_with_three_valid_commands():
     make = ["make", "--dry-run", "--old-file=.venv/installed", "smoke"]
     recipe = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
