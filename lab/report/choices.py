@@ -118,12 +118,13 @@ def is_same_choice(row: dict, other: dict) -> bool:
 def set_qualifiers(choices: list[Choice]) -> None:
     """Set the qualifier of each choice: the settings that distinguish it from the others.
 
-    All choices are of training, or all of generation. The qualifier has the model and the precision if they vary among
-    all choices. It has another setting only if the setting varies among choices whose titles are equal so far.
+    All choices are of training, or all of generation. The qualifier has the model, the precision and the length of a
+    training's sequences if they vary among all choices. It has another setting only if the setting varies among choices
+    whose titles are equal so far.
     """
     settings = [identifying_settings(choice) for choice in choices]
     for name in max(settings, key=len, default=()):  # a run that failed before it had a config has fewer
-        titles = ["" if name in ("model", "precision") else choice.title for choice in choices]
+        titles = ["" if name in ("model", "precision", "length") else choice.title for choice in choices]
         texts = varying_texts(titles, [each.get(name, "") for each in settings])
         for choice, text in zip(choices, texts, strict=True):
             choice.qualifier = " · ".join(filter(None, (choice.qualifier, text)))
@@ -148,6 +149,7 @@ def identifying_settings(choice: Choice) -> dict[str, str]:
         settings["prefill"] = prefill_name(row)
     elif config:
         train, gpus = config.get("train", {}), row.get("world_size", 1)
+        settings["length"] = f"T {train.get('block_size')}"
         settings["batch"] = f"{train.get('batch_size')} x {train.get('block_size')}"
         settings["GPUs"] = f"{gpus} GPUs" if gpus > 1 else "1 GPU"
         settings["steps"] = f"{train.get('max_steps')} steps"

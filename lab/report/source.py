@@ -98,10 +98,12 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
         rows.setdefault(line.path.name, []).append(line.row)
     jobs = [line for line in lines if line.path.name == "result.json"]
     from_results = any((folder / name).exists() for name in COLLECTED)
-    # The steps of a run with evaluations are not timed alone, so the README's table of throughput omits it, too
-    collected = [row for row in rows.get("train.jsonl", []) if not row["config"]["train"]["eval_every"]]
-    runs = [line.row for line in jobs if is_run(line.row)] + newest_choices(collected)
-    all_choices = group_runs(runs + newest_choices(rows.get("generate.jsonl", [])))
+    runs = [line.row for line in jobs if is_run(line.row)]
+    for path in dict.fromkeys(line.path for line in lines if line.path.name in COLLECTED):
+        collected = [line.row for line in lines if line.path == path]
+        # The steps of a run with evaluations are not timed alone, so the README's table of throughput omits it, too
+        runs += newest_choices([row for row in collected if not row["config"].get("train", {}).get("eval_every")])
+    all_choices = group_runs(runs)
     choices, generations = ([choice for choice in all_choices if choice.generates == kind] for kind in (False, True))
     benchmarks = {name: rows.get(f"{name}.jsonl", []) for name in BENCHMARKS}
     benchmarks["context"] += [line.row for line in jobs if is_search(line.row)]

@@ -58,9 +58,10 @@ class Take:
 
 
 def takes(choices: list[Choice]) -> list[Take]:
-    """Return what to take for each kind of work that at least two of the choices do. All have a speed.
+    """Return what to take for each kind of work of the choices, which all have a speed; none for a single choice.
 
-    The first of each preset come first: training on the shortest sequences, and generating the fewest. tiny is last.
+    The first of each preset come first: training on the shortest sequences, and generating the fewest, if there are
+    several choices. tiny is last.
     """
     works: dict[tuple, list[Choice]] = {}
     for choice in choices:
@@ -70,9 +71,12 @@ def takes(choices: list[Choice]) -> list[Take]:
     for work, members in works.items():
         exact = {id(choice): choice.speed for choice in members if not rounds(choice)}
         best = max(sessions_of(members), key=lambda session: max(exact.get(id(choice), 0) for choice in session))
-        if exact and len(members) > 1:
+        if exact and len(choices) > 1:
             take = make_take(best)
-            found.append(((*work[:SIZES], -take.picks[0].choice.speed), take))
+            if len(members) == 1:
+                take.picks[0].label = "The only one measured"
+            order = *work[:KIND], len(members) == 1, *work[KIND:SIZES], -take.picks[0].choice.speed
+            found.append((order, take))
     found.sort(key=lambda each: each[0])
     kinds = [order[:KIND] for order, _ in found]
     places = [(kind[0], kinds[:i].count(kind)) for i, kind in enumerate(kinds)]  # (is it tiny?, 0 for the first)

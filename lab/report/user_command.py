@@ -22,16 +22,17 @@ def user_command(row: dict) -> str:
     backends = {**config["kernels"], "attention": config["attn"]["impl"]}
     if any(op in ALL_OPS and name not in (*impls(op), "auto") for op, name in backends.items()):
         return ""
-    words = generation_words(config) if is_generation(row) else training_words(config, row.get("world_size", 1))
+    words = generation_words(row) if is_generation(row) else training_words(row)
     command = shell_command(*words, *model_words(row), *kernel_words(config))
     return rerun_command({"command": command})
 
 
-def training_words(config: dict, gpus: int) -> list[str]:
+def training_words(row: dict) -> list[str]:
+    config, gpus = row["config"], row.get("world_size", 1)
     launcher = ["torchrun", "--standalone", f"--nproc_per_node={gpus}"] if gpus > 1 else ["python"]
     train, words = config["train"], [*launcher, "train.py"]
-    if gpus > 1:
-        words.append(override("parallel", config.get("parallel", "ddp")))
+    if config.get("parallel", "ddp") != "ddp":
+        words.append(override("parallel", config["parallel"]))
     if config.get("optim", {}).get("name", "adamw") != "adamw":
         words.append(override("optim", config["optim"]["name"]))
     if train["block_size"] != (config.get("model") or {}).get("block_size"):
@@ -43,9 +44,12 @@ def training_words(config: dict, gpus: int) -> list[str]:
     return words
 
 
-def generation_words(config: dict) -> list[str]:
+def generation_words(row: dict) -> list[str]:
+    config = row["config"]
     words = ["python", "-m", "scripts.generate", "checkpoint=random"]
-    words += [override(key, config[key]) for key in ("prompt_tokens", "max_new_tokens") if config.get(key)]
+    words.append(override("prompt_tokens", prompt_tokens(row) or 1))
+    if config.get("max_new_tokens"):
+        words.append(override("max_new_tokens", config["max_new_tokens"]))
     if config.get("batch", 1) != 1:
         words.append(override("batch", config["batch"]))
     if (kv := (config.get("generate") or {}).get("kv", "auto")) != "auto":
@@ -59,12 +63,12 @@ def model_words(row: dict) -> list[str]:
     model = config.get("model") or {}
     if preset not in presets():
         return [override(f"model.{key}", value) for key, value in model.items() if key != "vocab_size"]
-    fields, table = differing_fields(model, preset), model.get("block_size")
-    shortest, longest = presets()[preset]["block_size"], table
+    fields, table = differing_fields(model, preset), presets()[preset]["block_size"]
+    is_needed = model.get("block_size", table) != table
     if is_generation(row):  # a longer table than the text needs has no effect
-        longest = prompt_tokens(row) + (config.get("max_new_tokens") or 0)
-    if table and longest > shortest:
-        fields["block_size"] = table
+        is_needed = is_needed and prompt_tokens(row) + (config.get("max_new_tokens") or 0) > table
+    if is_needed:
+        fields["block_size"] = model["block_size"]
     return [override("model", preset), *(override(f"model.{key}", value) for key, value in fields.items())]
 
 
