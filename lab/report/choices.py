@@ -125,7 +125,10 @@ def set_qualifiers(choices: list[Choice]) -> None:
     settings = [identifying_settings(choice) for choice in choices]
     for name in max(settings, key=len, default=()):  # a run that failed before it had a config has fewer
         titles = ["" if name in ("model", "precision", "length") else choice.title for choice in choices]
-        texts = varying_texts(titles, [each.get(name, "") for each in settings])
+        values = [each.get(name, "") for each in settings]
+        if name == "length" and len({*values} - {""}) < 2:  # a run that never started has none
+            continue
+        texts = varying_texts(titles, values)
         for choice, text in zip(choices, texts, strict=True):
             choice.qualifier = " · ".join(filter(None, (choice.qualifier, text)))
 
