@@ -146,16 +146,16 @@ def append_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def keep_rows(rows: list[dict], name: str) -> Path:
-    """Append rows to the file `name` in results/<device>/."""
-    return append_rows(RESULTS / device_slug(rows[-1]["env"]["device"]) / name, rows)
+def keep_rows(rows: list[dict], name: str, beside: str | None = None) -> Path:
+    """Append rows to the file `name` in results/<device>/, or in the folder `beside` of results/."""
+    return append_rows(RESULTS / file_name(beside or device_slug(rows[-1]["env"]["device"])) / name, rows)
 
 
-def write_rows(rows: list[dict], name: str, folder: Path, keep: bool) -> list[Path]:
-    """Append rows to the file `name` in `folder`, and with `keep` in results/<device>/ too. Return the paths."""
+def write_rows(rows: list[dict], name: str, folder: Path, keep: bool, beside: str | None = None) -> list[Path]:
+    """Append rows to the file `name` in `folder`, and with `keep` in results/ too: keep_rows(). Return the paths."""
     files = [append_rows(folder / name, rows)]
     if keep:
-        files.append(keep_rows(rows, name))
+        files.append(keep_rows(rows, name, beside))
     return files
 
 

@@ -1,7 +1,8 @@
 """Measure each backend of an op: `python -m scripts.bench_kernels op=norm`.
 
 The backends take turns, forward and backward, with each other and with the ceiling: a copy of as many bytes, or the
-op's bare matmuls. A row has times, the error against float64, and the memory besides inputs, outputs and gradients.
+op's bare matmuls. A row has times, the error against float64, the memory besides inputs, outputs and gradients, and the
+lines of kernel code. The row of a backend that cannot run has only the status.
 """
 
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kernels.registry import check_name, contract
-from lab.bench.op import DTYPES, OpConfig, as_list, measure
+from kernels.registry import check_name, contract, impls
+from lab.bench.first_call import absent_backends, first_call
+from lab.bench.op import DTYPES, OpConfig, as_list, backend_of, measure
 from lab.commands import command
+from lab.proof.source_lines import kernel_lines
 from lab.report.bench_panels import draw_roofline
 from lab.report.tables import KERNEL_COLUMNS, columns_table
 from lab.rows import track_rows, write_rows
@@ -29,11 +32,14 @@ from runtime.trackers import LoggerConfig, Tracker
 @dataclass
 class Config(OpConfig):
     impl: Any
+    first_call: bool
+    beside: str | None
     out_dir: str | None
     logger: LoggerConfig
 
     def __post_init__(self):
         super().__post_init__()
+        check(self.keep or not self.beside, f"beside={self.beside} has no effect: add keep=true")
         self.impl = as_list(self.impl)
         for name in self.impl:
             if name != "compile":
@@ -45,6 +51,7 @@ def main(cfg: Config) -> None:
     device, tracker = select_device(cfg.device), Tracker(cfg.logger)
     folder = make_folder(cfg.out_dir, f"bench-{cfg.op}")
     env, rows = environment(device), []
+    facts = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "env": env}
     copy, matmul = measured_bandwidth(device) / 1e12, measured_flops(device, DTYPES[cfg.dtype]) / 1e12
     for name in tqdm(cfg.shape, disable=None, leave=False):
         start = time.perf_counter()
@@ -54,12 +61,16 @@ def main(cfg: Config) -> None:
         tqdm.write(f"{name:<12} {size}, {cfg.dtype}, {cfg.rounds} rounds", file=sys.stdout)
         sys.stdout.flush()  # on a CPU, a large shape takes minutes
         with explain_out_of_memory(f"op={cfg.op} shape={name}", "the size: choose a smaller shape"):
-            new_rows, reasons = measure(cfg.op, name, shape, cfg.impl, cfg.dtype, cfg.rounds, device)
-        for impl, reason in reasons.items():
-            tqdm.write(f"{name:<12} without {impl}: {reason}", file=sys.stdout)
-        new_rows = [{**row, "ceiling/tb_per_s": copy, "ceiling/tflops": matmul, "env": env} for row in new_rows]
+            new_rows, statuses = measure_shape(cfg, name, shape, device)
+        for impl, status in statuses.items():
+            tqdm.write(f"{name:<12} without {impl}: {status}", file=sys.stdout)
+        new_rows = [{**row, "ceiling/tb_per_s": copy, "ceiling/tflops": matmul, **facts} for row in new_rows]
+        refused = [
+            {"op": cfg.op, "shape": name, "impl": impl, "dtype": cfg.dtype, "status": status, **facts}
+            for impl, status in statuses.items()
+        ]
         if new_rows:
-            files = write_rows(new_rows, "kernels.jsonl", folder, cfg.keep)
+            files = write_rows([*new_rows, *refused], "kernels.jsonl", folder, cfg.keep, cfg.beside)
         rows += new_rows
         seconds = time.perf_counter() - start
         tqdm.write(f"{name:<12} {len(new_rows)} contestants in {seconds:.0f} s", file=sys.stdout)
@@ -73,6 +84,26 @@ def main(cfg: Config) -> None:
     print(f"done     {', '.join(map(str, files))}")
     labels = [f"{row['op']}/{row['shape']}/{row['impl']}" for row in rows]
     track_rows(tracker, f"bench-{cfg.op}", cfg, dict(zip(labels, rows, strict=True)), folder)
+
+
+def measure_shape(cfg: Config, name: str, shape: dict, device: torch.device) -> tuple[list[dict], dict[str, str]]:
+    """Return (the rows of the contestants at one shape, impl -> the status of each backend that has no times).
+
+    With `first_call`, a contestant whose first call fails in its own process is not called in this one.
+    """
+    statuses = {} if cfg.impl else absent_backends(cfg.op, device)
+    seconds = {}
+    if cfg.first_call:
+        names = cfg.impl or [*(impl for impl in impls(cfg.op) if impl not in statuses), "compile"]
+        for impl in tqdm(names, disable=None, leave=False):
+            seconds[impl], status = first_call(cfg.op, impl, shape, cfg.dtype, device)
+            if status != "ok":
+                statuses[impl] = status
+    rows, reasons = measure(cfg.op, name, shape, cfg.impl, cfg.dtype, cfg.rounds, device, left_out=statuses)
+    for row in rows:
+        row |= {"first_call_s": seconds.get(row["impl"])}
+        row |= {"lines": kernel_lines({cfg.op: backend_of(row["impl"])})[cfg.op]}
+    return rows, statuses | {impl: f"unavailable: {reason}" for impl, reason in reasons.items()}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measure the backends of an op: time, error and memory, beside the op's ceiling on this machine."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -248,16 +248,26 @@ def make_copy(moved: int, device: torch.device) -> Callable[[], Tensor]:
 
 
 def measure(
-    op: str, shape_name: str, shape: dict, names: list[str], dtype_name: str, rounds: int, device: torch.device
+    op: str,
+    shape_name: str,
+    shape: dict,
+    names: list[str],
+    dtype_name: str,
+    rounds: int,
+    device: torch.device,
+    left_out: Collection[str] = (),
 ) -> tuple[list[dict], dict[str, str]]:
     """Return (the rows of one shape, name -> why the backend cannot take this shape).
 
     `shape` has the arguments of the contract's inputs(). Raises Unavailable if one of `names` cannot take this shape.
+    Contestants in `left_out` are not called.
     """
     module, dtype = contract(op), DTYPES[dtype_name]
     inputs = module.inputs(**shape, dtype=dtype, device=device)
     works, facts, douts, reasons = {}, {}, [], {}
     for name, function in contestants(op, names, device).items():
+        if name in left_out:
+            continue
         try:
             load(op, backend_of(name), device, optional_arguments(op, inputs))
             if name == "compile" and inputs.get("fp8") and (reason := choose_ptxas(device)):
@@ -277,7 +287,7 @@ def measure(
     samples = {work: quantiles(seconds) for work, seconds in time_in_turns(works, device, rounds).items()}
     cost, rows = module.cost(**shape, dtype=dtype), []
     for name in facts:
-        row = {"op": op, "shape": shape_name, "impl": name, "dtype": dtype_name}
+        row = {"op": op, "shape": shape_name, "impl": name, "dtype": dtype_name, "status": "ok"}
         row["executed"] = describe(op, backend_of(name), **shape, dtype=dtype, device=device)
         rows.append({**row, **speeds(name, samples, cost), **facts[name]})
     return rows, reasons

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import textwrap
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -151,9 +151,7 @@ def send_statuses(pipe: Connection, probes: list[Probe], device: torch.device, l
     A failure ends the process, because after an illegal memory access every CUDA call fails. The file `log` gets what
     Python and C++ print.
     """
-    with open(log, "w", encoding="utf-8", errors="replace") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+    print_to(log)
     os.chdir(folder)  # the path of a backend may be relative
     torch.set_num_threads(1)
     compat.compile_without_workers()
@@ -162,27 +160,39 @@ def send_statuses(pipe: Connection, probes: list[Probe], device: torch.device, l
         try:
             status = probe_status(probe, device)
         except Exception as error:
-            word = "undecided" if is_out_of_memory(error) else "failed"
-            pipe.send(f"{word}: {textwrap.shorten(f'{type(error).__name__}: {error}', 300)}")
+            pipe.send(failed_status(error))
             raise
         pipe.send(status)
 
 
+def print_to(log: str) -> None:
+    """Let the file `log` get what Python and C++ print in this process."""
+    with open(log, "w", encoding="utf-8", errors="replace") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+
+
+def failed_status(error: Exception) -> str:
+    """Return the status of a probe that raised an error: "failed: how", or "undecided: how" if the memory is full."""
+    word = "undecided" if is_out_of_memory(error) else "failed"
+    return f"{word}: {textwrap.shorten(f'{type(error).__name__}: {error}', 300)}"
+
+
 class Worker:
-    """A context with the process of send_statuses(), which is killed at the end.
+    """A context with the process of `send`, send_statuses() or alike, which is killed at the end.
 
     The process forks from a server that has imported torch, so it starts in 0.1 s instead of seconds. The server never
-    touches the GPU.
+    touches the GPU. It starts with the first worker, and imports the modules of `preload`.
     """
 
-    def __init__(self, probes: list[Probe], device: torch.device):
+    def __init__(
+        self, probes: list, device: torch.device, send: Callable = send_statuses, preload: Sequence[str] = PRELOAD
+    ):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload(list(preload))
         self.count, self.log = len(probes), tempfile.NamedTemporaryFile()  # noqa: SIM115, closed in __exit__
         self.pipe, child_end = context.Pipe(duplex=False)
-        self.process = context.Process(
-            target=send_statuses, args=(child_end, probes, device, self.log.name, os.getcwd())
-        )
+        self.process = context.Process(target=send, args=(child_end, probes, device, self.log.name, os.getcwd()))
         self.process.start()
         child_end.close()
 

@@ -207,8 +207,8 @@ def newest_choices(rows: list[dict]) -> list[dict]:
 
 
 def newest_kernels(rows: list[dict]) -> dict[tuple[str, ...], dict]:
-    """Return (op, dtype, shape, backend) -> its newest row."""
-    return {(row["op"], row["dtype"], row["shape"], row["impl"]): row for row in rows}
+    """Return (op, dtype, shape, backend) -> its newest row with times."""
+    return {(row["op"], row["dtype"], row["shape"], row["impl"]): row for row in rows if "both/ms" in row}
 
 
 def attention_settings(row: dict) -> dict:

@@ -8,8 +8,11 @@ import sys
 import pytest
 import torch
 
-from kernels.registry import OPS, contract
+from kernels.registry import OPS, contract, impls
+from lab import rows as lab_rows
 from lab.bench.op import OpConfig
+from lab.proof.source_lines import kernel_lines
+from lab.report.tables import kernel_benchmarks
 from scripts import bench_kernels
 
 
@@ -22,6 +25,42 @@ def test_the_command_writes_rows_and_prints_a_table(called, monkeypatch, tmp_pat
     [file] = tmp_path.glob("out/*-bench-norm/kernels.jsonl")
     row = json.loads(file.read_text())
     assert (row["op"], row["impl"], row["env"]["torch"]) == ("norm", "eager", torch.__version__)
+    assert (row["status"], row["lines"], row["first_call_s"]) == ("ok", 0, None)
+
+
+def test_the_kept_rows_have_first_calls_lines_and_reasons(called, monkeypatch, tmp_path):
+    """A backend that cannot run, whose first call fails, or that refuses the shape has a row with its status."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lab_rows, "RESULTS", tmp_path / "results")
+    absent = {"quack": "unavailable: it needs QuACK"}
+    monkeypatch.setattr(bench_kernels, "absent_backends", lambda op, device: absent)
+    calls, timed = [], bench_kernels.measure
+
+    def first_call(op, impl, shape, dtype, device):
+        calls.append(impl)
+        return (None, "failed: no such tile") if impl == "helion" else (1.5, "ok")
+
+    def measure(op, name, shape, names, *rest, left_out):
+        assert set(left_out) == {"quack", "helion"}
+        rows, _ = timed(op, name, shape, ["eager"], *rest)
+        return [*rows, rows[0] | {"impl": "triton"}], {"liger": "it takes no fp32"}
+
+    monkeypatch.setattr(bench_kernels, "first_call", first_call)
+    monkeypatch.setattr(bench_kernels, "measure", measure)
+    words = "op=norm", "shape=narrow", "dtype=float32", "rounds=1", "first_call=true", "keep=true", "beside=mine"
+    code, out, _ = called("bench_kernels.py", bench_kernels.main, *words)
+    assert code == 0
+    assert calls == [*(impl for impl in impls("norm") if impl != "quack"), "compile"]
+    rows = {row["impl"]: row for row in lab_rows.read_rows("mine", "kernels")}
+    statuses = {impl: row["status"] for impl, row in rows.items()}
+    reasons = absent | {"helion": "failed: no such tile", "liger": "unavailable: it takes no fp32"}
+    assert statuses == {"eager": "ok", "triton": "ok"} | reasons
+    assert all(f"narrow       without {impl}: {reason}" in out for impl, reason in reasons.items())
+    assert rows["triton"]["lines"] == kernel_lines({"norm": "triton"})["norm"] > 0 == rows["eager"]["lines"]
+    assert rows["eager"]["first_call_s"] == 1.5
+    assert "both/ms" not in rows["helion"]
+    assert len({row["started"] for row in rows.values()}) == 1
+    assert kernel_benchmarks("mine").count("\n") == 3  # a head, a line, and the two that were timed
 
 
 def test_a_cpu_measures_one_small_shape_by_default(called, monkeypatch, tmp_path):
@@ -29,7 +68,7 @@ def test_a_cpu_measures_one_small_shape_by_default(called, monkeypatch, tmp_path
     monkeypatch.chdir(tmp_path)
     lines = []
 
-    def measure_nothing(*_):
+    def measure_nothing(*_, **__):
         lines.append(sys.stdout.getvalue())
         return [], {"eager": "it has a day off"}
 
@@ -55,6 +94,7 @@ def test_a_cpu_measures_one_small_shape_by_default(called, monkeypatch, tmp_path
         ("shape=huge", "shape=huge: norm has 124m, "),
         ("dtype=int8", "dtype=int8: choose bfloat16, float16, float32"),
         ("rounds=0", "rounds=0: it must be at least 1"),
+        ("beside=mine", "beside=mine has no effect: add keep=true"),
     ],
 )
 def test_a_mistake_prints_one_line(called, arguments, message):

@@ -1,0 +1,70 @@
+"""A first call is timed in a process of its own, with empty caches, and may crash there."""
+
+import pytest
+import torch
+
+from lab.bench.first_call import CACHES, absent_backends, first_call
+
+CPU = torch.device("cpu")
+SMALL = {"shape": (4, 8)}
+HEAD = """
+import os, sys, time
+import torch
+from kernels.norm.eager import norm as right
+
+def norm(x, residual, weight, bias, eps=1e-5):
+    {body}
+    return right(x, residual, weight, bias, eps)
+"""
+
+
+@pytest.fixture
+def backend(tmp_path):
+    """backend(line) writes a backend that runs this line before eager's norm, and returns its path."""
+
+    def write(line, top=""):
+        path = tmp_path / "mine.py"
+        path.write_text(HEAD.format(body=line) + top)
+        return str(path)
+
+    return write
+
+
+def test_the_seconds_include_the_import_and_the_first_call(backend):
+    seconds, status = first_call("norm", backend("time.sleep(0.3)", top="\ntime.sleep(0.4)"), SMALL, "float32", CPU)
+    assert status == "ok"
+    assert 0.7 < seconds < 5  # 0.02 s besides the two pauses, when nothing else runs
+
+
+def test_the_process_has_no_compiler_and_empty_caches(backend, monkeypatch, tmp_path):
+    """Triton and Inductor are not imported yet, and no cache is the user's."""
+    for name in CACHES:
+        monkeypatch.setenv(f"{name}_CACHE_DIR", str(tmp_path))
+    line = f"assert not any(os.path.exists(os.environ[f'{{name}}_CACHE_DIR']) for name in {CACHES})"
+    assert first_call("norm", backend(line), SMALL, "float32", CPU)[1] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("os._exit(3)", "failed: the process ended, exit code 3"),
+        ("raise RuntimeError('no such tile')", "failed: RuntimeError: no such tile"),
+        ("torch.empty(10**15)", "undecided: RuntimeError: "),
+    ],
+)
+def test_a_backend_that_fails_has_a_status_and_no_seconds(backend, line, status):
+    seconds, answer = first_call("norm", backend(line), SMALL, "float32", CPU)
+    assert seconds is None
+    assert answer.startswith(status)
+
+
+def test_a_backend_that_cannot_take_the_call_says_why():
+    seconds, status = first_call("attention", "flash", {"shape": (1, 8, 2, 8)}, "float32", CPU)
+    assert seconds is None
+    assert status.startswith("unavailable: attention=flash cannot run here: it needs an NVIDIA GPU")
+
+
+def test_absent_backends_have_a_status(monkeypatch):
+    absent = absent_backends("attention", CPU)
+    assert {"eager", "math"}.isdisjoint(absent)
+    assert absent["cudnn"] == "unavailable: cuDNN needs an NVIDIA GPU; on a CPU choose attn=sdpa"
