@@ -5,6 +5,7 @@ This file does not import torch, because --help needs it and has to be quick.
 
 import ast
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from common.files import read_text
@@ -73,13 +74,82 @@ def preset_name(backends: dict[str, str]) -> str | None:
     return None
 
 
+# Language -> the backends that are written in it, the first choice of an op first. NAME_* is a variant of NAME. Another
+# backend, such as a new one, is a language of its own name. `compile` is eager under torch.compile; auto only chooses
+LANGUAGES = {
+    "PyTorch": ["sdpa", "eager", "blocks", "math", "torch_chunked", "torchao", "huggingface"],
+    "Inductor": ["compile", "flex"],
+    "Triton": ["triton", "int8"],
+    "Gluon": ["gluon"],
+    "CUDA C++": ["persistent"],
+    "Helion": ["helion"],
+    "CuTe DSL": ["quack", "liger_cute", "flash", "gram"],
+    "Liger's Triton": ["liger"],
+    "XLA": ["xla"],
+    "CUDA libraries": ["cudnn", "nvmath", "mem_efficient", "flashinfer"],
+}
+
+
+def language_of(impl: str) -> str:
+    """Return the language of a backend: by its name in LANGUAGES, or that of the backend whose variant it is."""
+    listed = {name: language for language, names in LANGUAGES.items() for name in names}
+    variant_of = impl.partition("_")[0]
+    if variant_of not in listed and not any(variant_of in impls(op) for op in ALL_OPS):
+        variant_of = impl
+    return listed.get(impl) or listed.get(variant_of) or variant_of
+
+
+def by_language(op: str) -> dict[str, list[str]]:
+    """Return {language: its backends of the op}, and `compile`, in the order of LANGUAGES. New languages come last."""
+    order = [name for names in LANGUAGES.values() for name in names]
+    names = {*impls(op), "compile"} - {"auto"}
+    found: dict[str, list[str]] = {}
+    for impl in sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name)):
+        found.setdefault(language_of(impl), []).append(impl)
+    return found
+
+
+def languages(ops: Sequence[str] = ALL_OPS) -> dict[str, dict[str, list[str]]]:
+    """Return {language: {op: its backends}} for LANGUAGES and the new ones."""
+    found: dict[str, dict[str, list[str]]] = {language: {} for language in LANGUAGES}
+    for op in ops:
+        for language, names in by_language(op).items():
+            found.setdefault(language, {})[op] = names
+    return found
+
+
+def languages_alone() -> dict[str, list[str]]:
+    """Return {language: the words that train with its backends}, without the languages that have only an attention.
+
+    PyTorch computes the ops that the language lacks: kernels=quack kernels.loss=liger_cute attn=flash.
+    """
+    words = {}
+    for language, backends in languages(OPS).items():
+        attentions = [name for name in backends.pop("attention", ()) if name != "compile"] or ["sdpa"]
+        if backends:
+            own = {op: names[0] for op, names in backends.items()}
+            [name, *others] = dict.fromkeys(own.values())
+            more = [f"kernels.{op}={impl}" for op, impl in own.items() if impl in others]
+            words[language] = [f"kernels={name}", *more, f"attn={attentions[0]}"]
+    return words
+
+
+def decoders_alone() -> dict[str, list[str]]:
+    """Return {language: the words that decode with its first kernel}. Two decode by the model's own blocks."""
+    blocks = {"PyTorch": "eager", "Inductor": "compile"}
+    own = {language: names[0] for language, names in by_language("decode").items() if language not in blocks}
+    words = {language: [f"kernels={name}", "kernels.decode=blocks"] for language, name in blocks.items()}
+    return words | {language: ["kernels=eager", f"kernels.decode={name}"] for language, name in own.items()}
+
+
 def config_groups() -> dict[str, dict]:
-    """Return {group: {choice: config}} for the config groups that need no YAML files: `kernels`, `attn`, an ablation.
+    """Return {group: {choice: config}} for the config groups that need no YAML files: `kernels`, `attn`, ablations.
 
     `kernels=NAME` takes the backend NAME for every op that has one, and eager for the others; kernels=gluon takes
     Triton for the others. `kernels=compile` is eager under torch.compile. The choice `*` of `attn` stands for paths and
-    dotted names: see runtime.config.store_named_choices(). The group `hydra/ablation` is for
-    configs/sweep/ablation.yaml: a sweep that starts from eager ops and swaps one op at a time.
+    dotted names: see runtime.config.store_named_choices(). The group `hydra/ablation` is for configs/sweep/:
+    ablation.yaml starts from eager ops and swaps one op at a time; languages.yaml and decoding_languages.yaml run
+    languages_alone() and decoders_alone().
     """
     per_op = {op: impls(op) for op in OPS if op != "attention"}
     others = {op: default_impl(op) for op in ALL_OPS if op not in OPS}  # a preset does not choose them
@@ -91,6 +161,10 @@ def config_groups() -> dict[str, dict]:
     swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
     swaps.append(f"attn={','.join(impls('attention'))}")
     groups["hydra/ablation"] = {"ops": {"params": {config_key(op): "eager" for op in per_op}, "ablations": swaps}}
+    for name, alone in (("languages", languages_alone()), ("decoders", decoders_alone())):
+        [first, *words] = alone.values()
+        params = dict(word.split("=") for word in first)
+        groups["hydra/ablation"][name] = {"params": params, "ablations": words}
     return groups
 
 

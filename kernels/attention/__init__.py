@@ -39,6 +39,7 @@ SHAPES = {
     "long": {"shape": (2, 16384, 12, 64)},
     "wide": {"shape": (4, 4096, 16, 128)},
     "long-window": {"shape": (2, 16384, 12, 64), "window": 4096},
+    "smollm2-135m": {"shape": (64, 1024, 9, 64), "kv_heads": 3},
 }
 
 CASES = {

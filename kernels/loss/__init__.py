@@ -34,6 +34,7 @@ SHAPES = {
     "124m": {"shape": (32768, 768), "vocab": 50304},
     "124m_fp8": {"shape": (32768, 768), "vocab": 50304, "fp8": True},
     "1558m": {"shape": (16384, 1600), "vocab": 50304},
+    "smollm2-135m": {"shape": (32768, 576), "vocab": 49152},
 }
 
 CASES = {
