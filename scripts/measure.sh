@@ -148,6 +148,41 @@ today_decode() {
     [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h200-today}" out/today-{compile,decode}/*/
 }
 
+# The tables of languages in results/README.md, on one GPU: about 20 minutes of kernels and 20 of steps (estimates). A
+# shorter session measures a part: ops="norm mlp" scripts/measure.sh languages_kernels, and
+# models=gpt2_124m scripts/measure.sh languages_steps. All rows must be of one commit and of six hours
+languages() { languages_kernels; languages_steps; }
+languages_kernels() {
+    local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
+    local op shape
+    for op in ${ops:-norm rms_norm linear rope attention mlp glu loss adamw muon}; do
+        case $op in
+            norm | mlp | adamw) shape=124m ;;
+            muon) shape=124m_fc ;;
+            rms_norm | rope | glu) shape=smollm2-135m ;;
+            *) shape='124m smollm2-135m' ;;
+        esac
+        for shape in $shape; do
+            python -m scripts.bench_kernels op=$op shape=$shape first_call=true keep=true \
+                beside="${beside:-h200-languages}" out_dir="out/languages/$op-$shape"
+        done
+    done
+}
+languages_steps() {
+    local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
+    local model words="model.vocab_size=50304"
+    for model in ${models:-gpt2_124m smollm2_135m}; do
+        python train.py +sweep=languages model=$model $words train.block_size=1024 out_dir="out/languages/$model"
+        [ $? = 75 ] && return 75
+        python -m scripts.generate +sweep=decoding_languages model=$model checkpoint=random \
+            out_dir="out/languages/$model-decoding"
+        [ $? = 75 ] && return 75
+    done
+    python -m scripts.collect --beside "${beside:-h200-languages}" out/languages/*_*/*/
+}
+
 # Three seeds of 301 million tokens in bf16, in fp8, and in fp8 with the head in bf16. A run takes 7 to 10 minutes on
 # one GPU
 fp8_curves() {

@@ -14,6 +14,7 @@ from lab.report import tables
 from lab.report.bench_panels import draw_attention, draw_roofline
 from lab.report.compiled_table import compiled
 from lab.report.course import course
+from lab.report.languages import language_tables
 from lab.report.loss_curves import agreement, draw_curves, long_runs, optimizers
 from lab.report.max_context_table import max_context
 from lab.report.peers import peers
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECTIONS: dict[str, Callable[[str], str]] = {
     "rungs": rungs,
     "course": course,
+    "languages": language_tables,
     "peers": peers,
     "throughput": tables.throughput,
     "scaling": tables.scaling,

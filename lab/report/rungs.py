@@ -105,26 +105,36 @@ def sitting_differences(row: dict, other: dict) -> list[str]:
 
 def check_sitting(device: str, *ladders: dict[str, list[dict]]) -> None:
     """Raise UserError if the rungs are not of one sitting, of other settings, or of a tree with changes."""
-    newest = [{words: runs[-1] for words, runs in ladder.items() if runs} for ladder in ladders]
-    first, first_row = next(item for rows in newest for item in rows.items())
-    for rows in newest:
-        base = next(iter(rows.values()), None)  # of the same ladder
-        for words, row in rows.items():
-            settings = differences(row, base)  # only fp8 may differ
-            # the other ladder may be of another GPU of this kind, because no line compares the two
+    check_tables(
+        device, "rungs", MEASURE, [{words: runs[-1] for words, runs in each.items() if runs} for each in ladders]
+    )
+
+
+def check_tables(device: str, what: str, measure: str, tables: list[dict[str, dict]]) -> None:
+    """Raise UserError if the rows of tables are not of one sitting, or of a tree with changes.
+
+    A table is {name: row}. Its rows must be of one GPU, and of the same settings besides their kernels and fp8.
+    `measure` is the command that measures all rows together.
+    """
+    first, first_row = next(item for rows in tables for item in rows.items())
+    for rows in tables:
+        base = next(iter(rows.values()), None)
+        for name, row in rows.items():
+            settings = differences(row, base) if "config" in row else []
+            # another table may be of another GPU of this kind, because no line compares the two
             lines = [line for line in sitting_differences(row, first_row) if not line.startswith("gpu:")]
             lines = dict.fromkeys([*sitting_differences(row, base), *lines, *settings])
             reasons = "; ".join(line for line in lines if not line.startswith("precision:"))
             check(
                 not reasons,
-                f"results/{device}: the rungs are not of one sitting, because {words}, beside {first}, has {reasons}: "
-                f"measure them together: {MEASURE}",
+                f"results/{device}: the {what} are not of one sitting, because {name}, beside {first}, has {reasons}: "
+                f"measure them together: {measure}",
             )
             sha = row["env"].get("git_commit") if "env" in row else "of a run that never started"
             check(
                 sha and not sha.endswith("-dirty"),
-                f"results/{device}: {words} is of the commit {sha}, with changes that no commit has: commit them, and "
-                f"measure the rungs again: {MEASURE}",
+                f"results/{device}: {name} is of the commit {sha}, with changes that no commit has: commit them, and "
+                f"measure the {what} again: {measure}",
             )
 
 
