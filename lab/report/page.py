@@ -19,6 +19,7 @@ from lab.report.choice_table import notes, report_markdown, report_tables, wandb
 from lab.report.choices import comparable_groups
 from lab.report.colours import choice_colours
 from lab.report.describe import choice_name
+from lab.report.language_panel import language_panels
 from lab.report.panels import choice_panels, draw_speeds
 from lab.report.plot import plotly
 from lab.report.presets import preset_of
@@ -96,7 +97,7 @@ def render_page(source: ReportSource) -> str:
     names += [choice_name(row) for row in source.searches]
     backends = [row["impl"] for kind in ("kernels", "attention") for row in source.benchmarks[kind]]
     colours = choice_colours(names, backends)
-    panels = [*choice_panels(source, colours), *benchmark_panels(source, colours)]
+    panels = [*choice_panels(source, colours), *benchmark_panels(source, colours), *language_panels(source)]
     figures = {panel.id: plotly(panel.figure) for panel in panels if panel.figure}
     presets = {choice.preset for choice in source.all_choices} | set(map(preset_of, source.searches))
     precisions = {choice.precision for choice in source.all_choices}

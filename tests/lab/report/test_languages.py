@@ -14,7 +14,9 @@ from kernels import names
 from kernels.names import ALL_OPS, TRAINING_OPS, by_language, decoders_alone, impls, languages, languages_alone
 from lab import rows as lab_rows
 from lab.proof.source_lines import kernel_lines
+from lab.report.language_panel import languages_figure
 from lab.report.languages import MEASURE, SHAPES, language_tables
+from lab.report.page import write_report
 from lab.report.readmes import fill
 from runtime.config import UserError
 from scripts import bench_kernels
@@ -254,3 +256,22 @@ def test_rows_of_the_benchmark_make_a_line(called, monkeypatch, tmp_path):
     assert {*SHAPES["gpt2_124m"], *SHAPES["smollm2_135m"]} <= {*TRAINING_OPS}
     assert json.loads(json.dumps(row)) == row
     assert sys.modules["torch"].__version__ in language_tables(FOLDER)
+
+
+def test_the_panel_has_the_fastest_backend_of_each_language_in_the_newest_benchmark(tmp_path):
+    """Times of two benchmarks are not compared. Rows without times, without a start and of `auto` are left out."""
+    old = SITTING | {"started": "2026-11-28T10:00:00+0000"}
+    rows = [kernel_row(impl="eager", ms=9.0) | old, kernel_row(impl="xla", ms=1.0) | old]
+    rows += [kernel_row(impl="eager", ms=3.0), kernel_row(ms=2.0), kernel_row(impl="triton_recompute", ms=1.5)]
+    rows += [kernel_row(impl="auto", ms=1.0), refused_row("norm", "helion", "failed: how"), kernel_row("mlp", ms=1.0)]
+    rows += [make_kernel_row("norm", "gluon", "124m", 1.0, 1.0, 1.0), kernel_row(impl="tilelang", ms=6.0)]
+    figure = languages_figure(rows)
+    points = {series.name: [(point.x, point.y) for point in series.points] for series in figure.series}
+    norm = "norm 124m"
+    assert points == {"PyTorch": [(1, norm)], "Triton": [(2, norm)], "tilelang": [(0.5, norm)]}
+    hover = next(series.points[0].origin for series in figure.series if series.name == "Triton").hover
+    assert "triton_recompute, 1.5 ms" in hover
+    assert languages_figure([make_kernel_row("norm", "eager", "124m", 1.0, 1.0, 1.0)]) is None
+    (tmp_path / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report(tmp_path)
+    assert '<section class="card" id="languages">' in (tmp_path / "report.html").read_text()

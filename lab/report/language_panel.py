@@ -1,0 +1,51 @@
+"""The panel of languages: each op in the fastest backend of each language, beside eager PyTorch."""
+
+from common.terminal import override, shell_command
+from kernels.names import language_of, languages
+from lab.report.colours import BACKEND_COLOURS, assign_colours
+from lab.report.plot import Figure, Panel, Point, Series, figure, make_origin
+from lab.report.source import ReportSource
+from lab.rerun import rerun_command
+
+TEXT = (
+    "The speed of a kernel, forward + backward, over eager PyTorch's in the same benchmark. A point is the fastest "
+    "backend of a language."
+)
+
+
+def language_panels(source: ReportSource) -> list[Panel]:
+    """Return the panel; none if no op was measured in several languages."""
+    target = "keep=true" if source.from_results else override("out_dir", source.folder / "languages")
+    command = f"python -m scripts.bench_kernels op=norm {shell_command(target)}"
+    shown = languages_figure(source.benchmarks["kernels"])
+    return [Panel("languages", "Languages", TEXT, command, shown)] if shown else []
+
+
+def languages_figure(rows: list[dict]) -> Figure | None:
+    """Return the speeds over eager's in the newest benchmark of each op and shape; None without such rows.
+
+    Rows of one benchmark have one `started`, which older rows lack.
+    """
+    benchmarks: dict[tuple, list[dict]] = {}  # op, shape and dtype -> the rows of its newest benchmark
+    for row in rows:
+        if "started" in row and row.get("both/ms") and row["impl"] != "auto":
+            group = benchmarks.setdefault((row["op"], row["shape"], row["dtype"]), [])
+            if group and group[0]["started"] != row["started"]:
+                group.clear()
+            group.append(row)
+    points: dict[str, list[Point]] = {language: [] for language in languages()}
+    for (op, shape, dtype), group in benchmarks.items():
+        eager_ms = next((row["both/ms"] for row in group if row["impl"] == "eager"), None)
+        words = (override(key, group[0][key]) for key in ("op", "shape", "dtype"))
+        command = rerun_command({"command": shell_command("python", "-m", "scripts.bench_kernels", *words)})
+        fastest = {language_of(row["impl"]): row for row in sorted(group, key=lambda row: -row["both/ms"])}
+        for language, row in fastest.items() if eager_ms else ():
+            speed = eager_ms / row["both/ms"]
+            lines = [f"{language}: {row['impl']}, {row['both/ms']:.3g} ms", f"{op} {shape}, {dtype}"]
+            origin = make_origin([*lines, f"{speed:.2f} times the speed of eager"], command)
+            points.setdefault(language, []).append(Point(speed, f"{op} {shape}", origin, ring=1))
+    colours = assign_colours(points, dict(zip(points, BACKEND_COLOURS, strict=False)))
+    series = [Series(name, "markers", each, colours[name], size=11) for name, each in points.items()]
+    if len([each for each in series if each.points]) < 2:
+        return None
+    return figure("times the speed of eager", "", series, row=34, log={"x": "D2"})
