@@ -9,7 +9,7 @@ Each row in results/ has a CRC-32. The name of a .jsonl file instead of a run ad
 as those that a person wrote.
 
 --curves also writes a run's losses to results/<device>/curves/<name>-seed<seed>.jsonl. --beside h200x4 puts the row of
-a run on fewer GPUs into that folder, for comparison.
+a run on fewer GPUs into that folder, for comparison. --suffix rungs puts rows into results/<device>-rungs.
 """
 
 import sys
@@ -46,14 +46,15 @@ def why_skipped(row: dict | None) -> str | None:
     return None if row_kind(row) else "results/ has no file for its row"
 
 
-def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Path:
+def collect(run: Path, row: dict, curves: bool, beside: str | None = None, suffix: str | None = None) -> Path:
     """Append the row of the folder `run` to its file in results/, unless the file has it already. Return the file.
 
-    `curves` also copies the losses. `beside` is the name of a folder in results/ that replaces the run's own.
+    `curves` also copies the losses. `beside` is the name of a folder in results/ that replaces the run's own; `suffix`
+    is added to the run's own.
     """
     gpus = row.get("world_size", 1)
-    device = device_slug(row["env"]["device"])
-    folder = rows.RESULTS / file_name(beside or (f"{device}x{gpus}" if gpus > 1 else device))
+    device = device_slug(row["env"]["device"]) + (f"x{gpus}" if gpus > 1 else "") + (f"-{suffix}" if suffix else "")
+    folder = rows.RESULTS / file_name(beside or device)
     path = folder / f"{row_kind(row)}.jsonl"
     curve_path = rows.curve_file(folder, row) if curves else None  # raises before anything is written
     lines = rows.read_metrics(run, row) if curves else []
@@ -71,7 +72,9 @@ def main() -> None:
     parser = flag_parser("collect", __doc__)
     parser.add_argument("runs", nargs="+", type=path_argument, metavar="out/RUN", help="the folder of a finished run")
     parser.add_argument("--curves", action="store_true", help="also copy the losses")
-    parser.add_argument("--beside", metavar="DEVICE", help="a folder in results/ instead of the run's own")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--beside", metavar="DEVICE", help="a folder in results/ instead of the run's own")
+    place.add_argument("--suffix", metavar="NAME", help="the folder results/<device>-NAME")
     arguments = parser.parse_args()
     outlive_output()
     skipped = 0
@@ -86,7 +89,8 @@ def main() -> None:
                 skipped += 1
                 print(printable(f"{run}: skipped, {reason}"))
                 continue
-            print(printable(f"{run} -> {collect(run, row, arguments.curves, arguments.beside)}"))
+            path = collect(run, row, arguments.curves, arguments.beside, arguments.suffix)
+            print(printable(f"{run} -> {path}"))
         except UserError as error:
             sys.exit(f"error: {printable(error)}")
     if skipped == len(arguments.runs):

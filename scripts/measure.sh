@@ -16,6 +16,7 @@ wide="train.block_size=16384 model.block_size=16384 train.batch_size=4"
 both="kernels=eager,triton,gluon kernels.compile=true"
 two="torchrun --standalone --nproc_per_node=2"
 all=sdpa,flash,triton,gluon,flex,mem_efficient,eager,math
+sitting="out/sitting-$(git rev-parse --short HEAD 2>/dev/null)"
 
 run() { # NAME WORDS ...; with launch=COMMAND instead of python
     ${launch:-python} train.py "${@:2}" out_dir="out/$1" && python -m scripts.collect "out/$1"
@@ -31,16 +32,60 @@ longest() { # NAME WORDS ...
         out_dir="out/longest-$1"
 }
 
-# The tables of rungs in README.md, on one GPU in about eight minutes, with the text of Python's standard library.
-# repeats=3 gives the gains intervals. On an H100 set beside=h100-rungs
+# The tables of rungs in README.md, in about eight minutes, with the text of Python's standard library
 rungs() {
-    local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
-    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
-    python train.py +sweep=rungs sweep.repeats=${repeats:-1} out_dir=out/rungs
-    [ $? = 75 ] && return 75
-    python -m scripts.generate +sweep=decoding_rungs checkpoint=random sweep.repeats=${repeats:-1} \
-        out_dir=out/decoding-rungs
-    [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h200-rungs}" out/{rungs,decoding-rungs}/*/
+    part rungs train.py +sweep=rungs
+    part decoding -m scripts.generate +sweep=decoding_rungs checkpoint=random
+}
+# The first tables of results/README.md. The times between the rows of an H200 give 17 minutes: 5.5 for the first run of
+# the six rungs, 2.5 each for the second and the third, 3.5 for decoding, and 1.5 for a search, whose long steps have a
+# window. Then other models in 16 minutes, of which torch.compile of 1558M takes 4, and other systems in 8
+ladder() {
+    part rungs-three-times train.py +sweep=rungs sweep.repeats=3
+    part decoding -m scripts.generate +sweep=decoding_rungs checkpoint=random
+    local search="mode=train precision=bf16 probe_minutes=1 kernels=gluon attn=triton model.pos=rope"
+    part context -m scripts.max_context -m $search model.checkpointing=none
+    part context-block -m scripts.max_context -m $search model.checkpointing=block kernels.mlp=gluon_recompute
+}
+other="train.max_steps=25 proof=false"
+ladder_models() {
+    local rungs="train.py +sweep=rungs sweep.own_caches=false $other"
+    part gpt2_350m $rungs model=gpt2_350m train.batch_size=32
+    part smollm2_135m $rungs model=smollm2_135m
+    part modern_124m $rungs model=modern_124m
+    part modern_124m-lean train.py -m +experiment=throughput model=modern_124m precision=bf16 $other attn=gluon \
+        kernels=gluon kernels.{rope,rms_norm}=triton_recompute
+    part gpt2_1558m $rungs model=gpt2_1558m train.batch_size=16 train.tokens_per_step=16384
+}
+ladder_peers() { # nanogpt=FOLDER is a checkout of nanoGPT. In amp, because its users train so
+    peer gpt2_124m nanogpt "system=nanogpt path=${nanogpt:-../nanoGPT}" kernels=compile precision=amp
+    peer gpt2_124m transformers "" kernels=compile precision=bf16
+    local model
+    for model in smollm2_135m modern_124m; do
+        peer $model transformers "" kernels=compile precision=bf16
+        peer $model liger liger=true precision=bf16
+        peer $model liger-compile liger=true kernels=compile precision=bf16
+    done
+}
+# Do the choices train alike? Five choices, three seeds and 300 steps, in about 17 minutes: a run takes 45 to 75 s
+alike() {
+    local words into="--suffix alike --curves"
+    for words in "eager attn=sdpa" "compile attn=sdpa" "triton attn=triton" "gluon attn=gluon" \
+        "gluon kernels.loss=triton attn=gluon precision=fp8"; do
+        part "alike-${words//[ =,]/-}" train.py -m +experiment=curve precision=bf16 seed=1,2,3 kernels=$words
+    done
+}
+# A commit has a folder, so the same group continues what it began
+part() { # NAME WORDS ...: a sweep on the first GPU. Its rows go to results/DEVICE-rungs, or where into= says
+    local folder="$sitting/$1" gpus=${CUDA_VISIBLE_DEVICES:-0}
+    CUDA_VISIBLE_DEVICES=${gpus%%,*} python "${@:2}" out_dir="$folder"
+    [ $? = 75 ] || python -m scripts.collect ${into:---suffix rungs} "$folder"/*/
+}
+peer() { # NAME CHOICE OWN WORDS ...: another system's model NAME; OWN are the words of scripts.peers
+    local folder="$sitting/peer-$1-$2" gpus=${CUDA_VISIBLE_DEVICES:-0}
+    grep -qs '"status": "ok"' "$folder/result.json" ||
+        CUDA_VISIBLE_DEVICES=${gpus%%,*} python -m scripts.peers $3 out_dir="$folder" -- model=$1 $other "${@:4}"
+    python -m scripts.collect --suffix rungs "$folder"
 }
 
 # The table of course/README.md, on one GPU in about fifteen minutes
@@ -102,50 +147,13 @@ on_two_gpus() { # NAME WORDS ...
     python -m scripts.collect --beside "${beside:-h100x2}" "out/$1"-{124m{,-ddp,-fsdp},1558m{,-fsdp,-zero2}}
 }
 
-# What a user gains today, on one GPU in about eight minutes: Llama-like models in bf16 beside transformers and Liger.
-# SmolLM2 has 50,304 ids here, for the text in GPT-2's tokens. Then the same for nanoGPT: nanogpt=FOLDER, a checkout
-today() {
-    local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
-    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
-    local model words="$text precision=bf16"
-    for model in modern_124m smollm2_135m; do
-        train_today $model compile $words attn=sdpa kernels=compile
-        train_today $model triton $words attn=triton kernels=triton
-        train_today $model gluon $words attn=gluon kernels=gluon
-        train_today $model lean $words attn=gluon kernels=gluon kernels.{rope,rms_norm}=triton_recompute
-        peer_today $model compile "" $words kernels=compile
-        peer_today $model liger "liger=true" $words
-        peer_today $model liger-compile "liger=true" $words kernels=compile
-    done
-    python -m scripts.collect --beside "${beside:-h200-today}" out/today/*/
-}
-today_nanogpt() { # about two minutes
-    local words="$text" gpt2=gpt2_124m
-    train_today $gpt2 compile $words attn=sdpa kernels=compile precision=amp
-    train_today $gpt2 gluon $words attn=gluon kernels=gluon precision=amp
-    train_today $gpt2 gluon-bf16 $words attn=gluon kernels=gluon precision=bf16
-    peer_today $gpt2 nanogpt "system=nanogpt path=${nanogpt:-../nanoGPT}" $words kernels=compile precision=amp
-    python -m scripts.collect --beside "${beside:-h200-today}" out/today/$gpt2-*/
-}
-today_words="model.vocab_size=50304 train.block_size=1024 train.max_steps=30"
-train_today() { # NAME CHOICE WORDS ...: the model NAME
-    python train.py +experiment=throughput proof=false model=$1 $today_words "${@:3}" out_dir="out/today/$1-$2"
-}
-peer_today() { # NAME CHOICE OWN WORDS ...: another system's model NAME; OWN are the words of scripts.peers
-    python -m scripts.peers $3 out_dir="out/today/$1-peer-$2" -- model=$1 $today_words "${@:4}"
-}
-
-# Decoding one sequence with the models of today, on one GPU in about six minutes. kernels.decode=huggingface is not
-# here, because it decodes GPT-2 alone
+# Decoding one sequence with the models of today, in about six minutes. kernels.decode=huggingface is not here, because
+# it decodes GPT-2 alone
 today_decode() {
-    local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
-    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
-    local words="checkpoint=random model=smollm2_135m,qwen3_0_6b precision=bf16 proof=true"
+    local words="checkpoint=random model=smollm2_135m,qwen3_0_6b precision=bf16 proof=true" into="--suffix today"
     words+=" prompt_tokens=128 max_new_tokens=128"
-    python -m scripts.generate -m $words kernels=compile out_dir=out/today-compile
-    [ $? = 75 ] && return 75
-    python -m scripts.generate -m $words kernels.decode=triton,persistent out_dir=out/today-decode
-    [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h200-today}" out/today-{compile,decode}/*/
+    part today-compile -m scripts.generate -m $words kernels=compile
+    part today-decode -m scripts.generate -m $words kernels.decode=triton,persistent
 }
 
 # The tables of languages in results/README.md, on one GPU: about 20 minutes of kernels and 20 of steps (estimates). A
@@ -310,16 +318,10 @@ END
     [ $? = 75 ] || python -m scripts.collect --beside h200-same $copy/out/same/*/
 }
 
-# Benchmarks of the ops and of attention against T, the doctor's matrix, and the losses of 300 steps
+# Benchmarks of the ops and of attention against T, and the doctor's matrix
 ops() { for op in norm mlp loss; do python -m scripts.bench_kernels op=$op keep=true; done; }
 attention() { python -m scripts.bench_attention keep=true; }
 support() { python -m scripts.doctor matrix=true keep=true; }
-curves() {
-    for kernels in eager compile; do
-        python train.py +experiment=curve $text kernels=$kernels out_dir=out/$kernels-sdpa
-    done
-    python -m scripts.collect --curves out/{eager,compile}-sdpa
-}
 
 [ $# -gt 0 ] || { echo "error: name a group, for example: scripts/measure.sh presets" >&2 && exit 2; }
 for group in "$@"; do

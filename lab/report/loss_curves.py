@@ -12,9 +12,9 @@ from statistics import mean, stdev
 from lab import rows as results
 from lab.report.colours import CHOICE_COLOURS
 from lab.report.describe import kernels_cell
-from lab.report.panels import LossCurve, loss_figure
 from lab.report.plot import Figure, Point, Series, figure
-from lab.report.png import LINES, draw_figures
+from lab.report.png import draw_figures
+from lab.report.questions import label, sitting_text
 from lab.report.tables import markdown_table
 from lab.sweep.table import speed, speed_cell
 
@@ -77,13 +77,16 @@ class Curve:
 
 
 def curves(device: str) -> list[Curve]:
-    """Return the runs that have losses in curves/, oldest first. Of runs with the same name, the last is returned."""
+    """Return the runs that have losses in curves/, oldest first.
+
+    A row with fewer steps than the curve of its name is of another run. Of the other rows, the last is the curve's.
+    """
     found = {}
-    for row in results.read_rows(device):
+    for row in sorted(results.read_rows(device), key=lambda row: row.get("started", "")):
         path = results.curve_file(results.RESULTS / device, row)
         lines = results.read_whole(path)
         losses = [{line["step"]: line[key] for line in lines if key in line} for key in ("train/loss", "val/loss")]
-        if any(losses):
+        if any(losses) and row["steps"] >= max(map(max, filter(None, losses))):
             found[path.stem] = Curve(row, path.stem, *losses)
     return [*found.values()]
 
@@ -93,24 +96,54 @@ def with_reference(runs: list[Curve]) -> list[tuple[Curve, Curve]]:
     return [(run, next(first for first in runs if first.seed == run.seed)) for run in runs]
 
 
-def agreement(device: str) -> str:
-    """Return a sentence for each later loss curve: how much its training losses differ from the first curve's.
+def by_choice(runs: list[Curve]) -> dict[str, list[Curve]]:
+    """Return the name of a choice -> its complete runs, one of each seed."""
+    choices: dict[str, list[Curve]] = {}
+    for run in (run for run in runs if run.row["status"] == "ok"):
+        choices.setdefault(label(run.row), []).append(run)
+    return choices
 
-    A curve without a step of the first curve has no sentence.
+
+def gaps(run: Curve, first: Curve) -> dict[int, float]:
+    """Return step -> how much higher the run's loss is, for the steps that both have."""
+    return {step: run.losses[step] - first.losses[step] for step in sorted(run.losses.keys() & first.losses.keys())}
+
+
+def alike(device: str) -> str:
+    """Return the picture and the table of the choices that trained with the same seeds, beside the first choice.
+
+    The rows are of results/DEVICE-alike, or as long as it is missing, of results/DEVICE. The band is the lowest and the
+    highest loss of the first choice's seeds at a step: a choice is in it if its mean over the seeds is.
     """
-    runs, sentences = curves(device), []
-    for run in runs[1:]:
-        first = runs[0]
-        steps = sorted(first.training.keys() & run.training.keys())
-        if not steps:
-            continue
-        gaps = [abs(first.training[step] - run.training[step]) for step in steps]
-        sentences.append(
-            f"Over {len(gaps)} steps, the losses of `{first.name}` and `{run.name}` differ by {mean(gaps):.4f} in "
-            f"the mean and by {max(gaps):.4f} at most. The last losses are {first.training[steps[-1]]:.4f} and "
-            f"{run.training[steps[-1]]:.4f}."
-        )
-    return "\n".join(sentences)
+    folder = f"{device}-alike" if curves(f"{device}-alike") else device
+    choices = by_choice(curves(folder))
+    if not choices:
+        return "Not measured yet: `scripts/measure.sh alike`."
+    reference = next(iter(choices.values()))
+    head = ["choice", "seeds", "last validation loss", f"from {label(reference[0].row)}: mean, largest", "in its band"]
+    lines = []
+    for name, runs in choices.items():
+        pairs = [(run, first) for run in runs for first in reference if run.seed == first.seed]
+        differences = [abs(gap) for run, first in pairs if run is not first for gap in gaps(run, first).values()]
+        gap = f"{mean(differences):.4f}, {max(differences):.4f}" if differences else ""
+        last = spread([run.last for run in runs], ".4f") if all(run.validation for run in runs) else ""
+        lines.append([name, ", ".join(str(run.seed) for run in runs), last, gap, band_cell(runs, reference)])
+    row = reference[0].row
+    where = f"{row['steps']} steps on {sitting_text(row)}."
+    where += "" if len(reference) > 1 else " One seed has no band: `scripts/measure.sh alike` trains three."
+    return f"![losses of each choice]({folder}/curves.png)\n\n{where}\n\n{markdown_table(head, lines)}"
+
+
+def band_cell(runs: list[Curve], reference: list[Curve]) -> str:
+    """Return the share of the steps at which the runs' mean loss is in the reference's band; "" with one seed."""
+    if len(reference) < 2 or runs is reference:
+        return ""
+    steps = set.intersection(*(set(run.losses) for run in [*runs, *reference]))
+    inside = 0
+    for step in steps:
+        band = [run.losses[step] for run in reference]
+        inside += min(band) <= mean(run.losses[step] for run in runs) <= max(band)
+    return f"{inside / len(steps):.0%} of the steps" if steps else ""
 
 
 def spread(figures: Sequence[float], form: str) -> str:
@@ -219,20 +252,32 @@ def optimizer_figures(runs: list[Curve], y: str) -> list[Figure | None]:
     return figures
 
 
-def draw_curves(device: str, path: Path) -> list[Path]:
-    """Draw the losses of each run, and below them the differences from the first run of the same seed.
+def band_line(name: str, runs: list[dict[int, float]], colour: str) -> Series:
+    """Return a line through the mean at each step that all runs have, with a band from the lowest to the highest."""
+    points = []
+    for step in sorted(set.intersection(*map(set, runs))) if runs else ():
+        losses = [run[step] for run in runs]
+        points.append(Point(step, mean(losses), spread=(min(losses), max(losses)) if len(losses) > 1 else None))
+    return Series(name, "lines", points, colour, width=1)
 
-    A choice has a colour, and a seed has a style of line. Return the files: none without a curve. Runs with two
-    optimizers have optimizer_figures() instead.
+
+def draw_curves(device: str, path: Path) -> list[Path]:
+    """Draw the losses of each choice, and below them the differences from the first run of the same seed.
+
+    A line is the mean over the seeds, with a band from the lowest to the highest. Return the files: none without a
+    curve. Runs with two optimizers have optimizer_figures() instead.
     """
     runs = curves(device)
     y = "validation loss" if runs and runs[0].losses is runs[0].validation else "training loss"
     if len({run.optimizer for run in runs}) > 1:
         return draw_figures(optimizer_figures(runs, y), path)
-    choices, seeds = list(dict.fromkeys(run.choice for run in runs)), list(dict.fromkeys(run.seed for run in runs))
-    drawn = []
-    for run, first in with_reference(runs):
-        style = {"name": run.name, "colour": CHOICE_COLOURS[choices.index(run.choice) % len(CHOICE_COLOURS)]}
-        style |= {"dash": [*LINES][seeds.index(run.seed) % len(LINES)], "width": 1}
-        drawn.append(LossCurve(run.losses, first.losses, style))
-    return draw_figures([loss_figure(drawn, y, "above the first of its seed")], path)
+    above, below = [], []
+    firsts = {run.name: first for run, first in with_reference(runs)}
+    for (name, each), colour in zip(by_choice(runs).items(), cycle(CHOICE_COLOURS), strict=False):
+        seeds = f" ({len(each)} seeds)" if len(each) > 1 else ""
+        above.append(band_line(name + seeds, [run.losses for run in each], colour))
+        below.append(
+            band_line(name, [gaps(run, firsts[run.name]) for run in each if firsts[run.name] is not run], colour)
+        )
+    below = [series for series in below if series.points]
+    return draw_figures([figure("step", y, above, below=below, y_below="above the first of its seed")], path)

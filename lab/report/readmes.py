@@ -15,15 +15,21 @@ from lab.report.bench_panels import draw_attention, draw_roofline
 from lab.report.compiled_table import compiled
 from lab.report.course import course
 from lab.report.languages import language_tables
-from lab.report.loss_curves import agreement, draw_curves, long_runs, optimizers
+from lab.report.loss_curves import alike, draw_curves, long_runs, optimizers
 from lab.report.max_context_table import max_context
 from lab.report.peers import peers
+from lab.report.questions import decoding, draw_questions, fastest, longest, memory
 from lab.report.rungs import rungs
 
 ROOT = Path(__file__).resolve().parents[2]
 # NAME -> the function that makes the section from DEVICE, which mostly is the name of a folder in results/
 SECTIONS: dict[str, Callable[[str], str]] = {
     "rungs": rungs,
+    "fastest": fastest,
+    "memory": memory,
+    "longest": longest,
+    "decoding": decoding,
+    "alike": alike,
     "course": course,
     "languages": language_tables,
     "peers": peers,
@@ -36,7 +42,6 @@ SECTIONS: dict[str, Callable[[str], str]] = {
     "max_context": max_context,
     "support": tables.support_tables,
     "environment": tables.environment,
-    "agreement": agreement,
     "long_runs": long_runs,
     "optimizers": optimizers,
     "verdicts": verdict_table,
@@ -55,17 +60,25 @@ def fill(text: str) -> str:
     return MARKED.sub(section, text)
 
 
+def read_readmes() -> Iterator[tuple[Path, str]]:
+    """Yield README.md and each */README.md with its text."""
+    for readme in (ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))):
+        yield readme, read_text(readme)
+
+
 def write_readmes() -> Iterator[Path]:
     """Fill the generated sections of README.md and */README.md; yield each file that was written."""
-    for readme in (ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))):
-        text = read_text(readme)
+    for readme, text in read_readmes():
         if MARKED.search(text):
             write_atomically(readme, fill(text).encode())
             yield readme
 
 
 def draw_results() -> Iterator[Path]:
-    """Draw roofline.png, attention.png and curves.png of each device that has such rows; yield each file."""
+    """Draw the PNGs of each folder in results/ that has such rows, and of each section `fastest`; yield each file."""
+    marks = [match for _, text in read_readmes() for match in MARKED.finditer(text)]
+    for device in dict.fromkeys(match[3] for match in marks if match[2] == "fastest"):
+        yield from draw_questions(device)
     for file in sorted(rows.RESULTS.glob("*/kernels.jsonl")):
         yield from draw_roofline(rows.read_rows(file.parent.name, "kernels"), file.with_name("roofline.png"))
     for file in sorted(rows.RESULTS.glob("*/attention.jsonl")):

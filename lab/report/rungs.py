@@ -20,6 +20,7 @@ from runtime.config import check
 
 MEASURE = "scripts/measure.sh rungs"
 SITTING_HOURS = 6
+MODEL = "gpt2_124m"
 # The words that distinguish the commands of the rungs -> the rung that it is compared with; None: the rung before
 TRAINING: dict[str, str | None] = {
     "kernels=eager attn=sdpa": None,
@@ -47,8 +48,8 @@ DECODING_COLUMNS = {"GiB": table.GENERATION["peak GiB"], "first step": table.GEN
 
 def rungs(device: str) -> str:
     """Return both tables and a note. Raises UserError if the newest rows of the rungs are not of one sitting."""
-    training = newest_runs(read_rows(device), TRAINING)
-    decoding = newest_runs(read_rows(device, "generate"), DECODING)
+    training = newest_runs(rung_rows(device, "train"), TRAINING)
+    decoding = newest_runs(rung_rows(device, "generate"), DECODING)
     if not any(speed(row) for runs in [*training.values(), *decoding.values()] for row in runs):
         return f"Not measured yet: `{MEASURE}`."
     check_sitting(device, training, decoding)
@@ -70,6 +71,17 @@ def title(row: dict) -> str:
     train = config["train"]
     count = train["tokens_per_step"] // train["block_size"]
     return f"Training {model}, {count:,} sequences of {train['block_size']:,} tokens a step:"
+
+
+def rung_rows(device: str, kind: str) -> list[dict]:
+    """Return the rows of GPT-2 124M: the folder has other models, too, for results/README.md."""
+    return [row for row in read_rows(device, kind) if model_word(row) == MODEL]
+
+
+def model_word(row: dict) -> str:
+    """Return the value of model= in the row's command; without one, that is MODEL."""
+    words = [word for word in shlex.split(row["command"]) if word.startswith("model=")]
+    return words[-1].removeprefix("model=") if words else MODEL
 
 
 def newest_runs(rows: list[dict], ladder: dict[str, str | None]) -> dict[str, list[dict]]:

@@ -41,6 +41,7 @@ def test_a_row_goes_to_the_file_of_its_command_once(command, tmp_path, config, f
     assert rows.read_whole(path) == [row]
     write_run(tmp_path / "four", config, world_size=4)
     assert command("four")[1] == f"four -> {tmp_path / 'results' / 'h200x4' / file}\n"
+    assert command("four", "--suffix", "rungs")[1] == f"four -> {tmp_path / 'results' / 'h200x4-rungs' / file}\n"
 
 
 def test_folders_without_a_row_for_results_are_skipped(command, tmp_path):

@@ -122,30 +122,42 @@ def test_several_gpus_are_compared_with_one(results, tmp_path):
     ]
 
 
-def test_curves_are_compared_and_drawn(results, tmp_path):
-    """Two runs of one name with other seeds have a curve each."""
-    for seed, losses in ((1, (5.0, 4.0, 3.0)), (2, (5.0, 4.25, 2.5))):
-        (tmp_path / str(seed)).mkdir()
-        collect_run(write_run(tmp_path / str(seed) / "a", losses=losses, seed=seed), curves=True)
-    sentence = "Over 3 steps, the losses of `a-seed1` and `a-seed2` differ by 0.2500 in the mean and by 0.5000 at most."
-    assert sentence in loss_curves.agreement("h200")
+def test_choices_are_compared_seed_by_seed_and_drawn(results, tmp_path):
+    """`b` is at most 0.5 away from `a` of its seed. At step 3 its mean, 2.75, is above the band of `a`: 2.5 to 2.7."""
+    assert loss_curves.alike("h200").startswith("Not measured yet")
+    curves = {
+        ("a", 1): (5.0, 4.0, 2.5),
+        ("a", 2): (5.0, 4.4, 2.7),
+        ("b", 1): (5.0, 4.1, 3.0),
+        ("b", 2): (5.0, 4.3, 2.5),
+    }
+    for (name, seed), losses in curves.items():
+        (tmp_path / str(seed)).mkdir(exist_ok=True)
+        impl = {"a": "eager", "b": "triton"}[name]
+        folder = write_run(tmp_path / str(seed) / name, losses=losses, impl=impl, seed=seed)
+        write_row(folder, read_row(folder) | {"started": "2026-11-29T10:00:00+0000"})
+        collect_run(folder, curves=True)
+    text = loss_curves.alike("h200")
+    assert text.startswith("![losses of each choice](h200/curves.png)\n\n60 steps on one H200, commit 5918f41, ")
+    assert cells(text.rpartition("\n\n")[2]) == [
+        ["eager, sdpa, amp", "1, 2", "", "", ""],
+        ["eager+triton, sdpa, amp", "1, 2", "", "0.1500, 0.5000", "67% of the steps"],
+    ]
     [path] = loss_curves.draw_curves("h200", tmp_path / "curves.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_without_losses_give_no_sentence_and_no_figure(results, tmp_path):
+def test_rows_without_losses_give_no_table_and_no_figure(results, tmp_path):
     """Nothing to compare is an ordinary state of a new folder in results/."""
-    assert loss_curves.agreement("h200") == ""
     assert cells(loss_curves.long_runs("h200")) == []
     for name, seed, lines in (("empty", 1, []), ("a", 1, [(1, 5.0)]), ("b", 2, [(2, 4.0)])):
         (tmp_path / name).mkdir()
-        folder = write_run(tmp_path / name / name, seed=seed)
+        folder = write_run(tmp_path / name / name, impl={"b": "triton"}.get(name, "eager"), seed=seed)
         text = "\n".join(json.dumps({"step": step, "train/loss": loss}) for step, loss in lines)
         (folder / "metrics.jsonl").write_text(text)
         collect_run(folder, curves=True)
         if name == "empty":
             assert list(readmes.draw_results()) == []
-    assert loss_curves.agreement("h200") == ""
     assert list(readmes.draw_results()) == [results / "h200/curves.png"]
     assert cells(loss_curves.long_runs("h200")) == []
 
@@ -181,7 +193,7 @@ def test_a_long_run_stands_beside_the_first_run_of_its_seed(results, tmp_path):
     ):
         (tmp_path / f"{seed}").mkdir(exist_ok=True)
         folder = write_run(tmp_path / f"{seed}" / name, impl={"a": "eager", "b": "triton"}[name], seed=seed)
-        write_row(folder, read_row(folder) | {"perf/step_ms": step_ms})
+        write_row(folder, read_row(folder) | {"perf/step_ms": step_ms, "steps": 300})
         lines = [{"step": 100 * i, "train/loss": 0.0, "val/loss": loss} for i, loss in enumerate(losses, 1)]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         collect_run(folder, curves=True)

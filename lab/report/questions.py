@@ -1,0 +1,278 @@
+"""The first tables of results/README.md: which choice is fastest, which needs least memory, how long, how fast?
+
+Each has at most five rows and five columns, and a bar chart. They read a device's folders in results/: `h200`, and
+those whose names start with `h200-`. The question whether choices train alike is in loss_curves.py.
+
+A column of training is a model. Its rows are of one sitting: one GPU, one commit and one batch. Of a model's sittings,
+the one with the most choices counts, and of these the newest.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from lab import rows as results
+from lab.report.colours import CHOICE_COLOURS, assign_colours
+from lab.report.describe import commit, kernels_cell
+from lab.report.plot import Figure, Point, Series, figure
+from lab.report.png import draw_figures
+from lab.report.rungs import DECODING, MODEL, model_word, newest_runs, rung_rows, title
+from lab.report.tables import columns_table, markdown_table, markdown_text, ratio_cell
+from lab.sweep.compare import peer_name, ratio
+from lab.sweep.table import PEAK, Cell, median_speed, number_cell, shown_run, speed, speed_cell, token_ms_cell
+
+MOST = 5  # rows, and columns
+SMALLEST = 1e8  # parameters: a model of a few million measures the host
+# (kernels_cell(), attention, precision) -> the name of the choice in these tables
+CHOICES = {
+    ("eager", "sdpa", "bf16"): "eager PyTorch",
+    ("compile", "sdpa", "bf16"): "torch.compile",
+    ("triton", "triton", "bf16"): "triton",
+    ("gluon", "gluon", "bf16"): "gluon",
+    ("gluon+triton", "gluon", "fp8"): "gluon, fp8",
+}
+BASELINE = "torch.compile"
+NOT_MEASURED = "Not measured yet: `scripts/measure.sh ladder`."
+COLOURS = dict(zip(CHOICES.values(), CHOICE_COLOURS, strict=False))
+Runs = dict[str, list[dict]]  # name of a choice -> its runs of a sitting
+
+
+def label(row: dict) -> str:
+    """Return the name of a row's choice in CHOICES; without one, its kernels, attention and precision."""
+    key = kernels_cell(row), row["config"]["attn"]["impl"], row["config"]["precision"]
+    return CHOICES.get(key, ", ".join(key))
+
+
+def folders(device: str) -> list[str]:
+    """Return the names of a device's folders in results/: "h200", "h200-fp8", ..."""
+    names = sorted(path.name for path in results.RESULTS.glob(f"{device}*"))
+    return [name for name in names if name == device or name.startswith(f"{device}-")]
+
+
+def sitting(folder: str, row: dict) -> tuple:
+    """Return what the rows of a column have in common, the model first."""
+    train, env = row["config"]["train"], row["env"]
+    sizes = train["batch_size"], train["block_size"], train["tokens_per_step"]
+    return model_word(row), folder, sizes, env.get("git_commit"), env.get("gpu")
+
+
+def columns(device: str) -> dict[str, Runs]:
+    """Return model -> the runs of its sitting, small models first. Runs of another system have its name."""
+    sittings: dict[tuple, Runs] = {}
+    for folder in folders(device):
+        for row in results.read_rows(folder):
+            peer, wanted = peer_name(row), row.get("parameters", 0) >= SMALLEST and row.get("world_size", 1) == 1
+            if wanted and not row["config"]["train"]["eval_every"] and (peer or label(row) in CHOICES.values()):
+                sittings.setdefault(sitting(folder, row), {}).setdefault(peer or label(row), []).append(row)
+    best: dict[str, Runs] = {}
+    for (model, *_), runs in sittings.items():
+        if measured(runs) and (model not in best or rank(runs) > rank(best[model])):
+            best[model] = runs
+    return dict(sorted(best.items(), key=lambda item: first_row(item[1])["parameters"])[: MOST - 1])
+
+
+def measured(runs: Runs) -> list[str]:
+    """Return the choices of this repo that have a speed."""
+    return [name for name in CHOICES.values() if any(map(speed, runs.get(name, ())))]
+
+
+def rank(runs: Runs) -> tuple:
+    return len(measured(runs)), first_row(runs)["started"]
+
+
+def first_row(runs: Runs) -> dict:
+    return next(row for each in runs.values() for row in each)
+
+
+def training_table(
+    device: str,
+    name: str,
+    alt: str,
+    value: Callable[[list[dict]], float],
+    cell: Callable[[list[dict], Runs], str],
+) -> str:
+    """Return a picture, where it was measured, and a table: a line for each choice, and a column for each model.
+
+    `name` is the picture's file, and `alt` its text. `value` is of a choice's runs, higher if better. The best cell of
+    a column is bold.
+    """
+    found, lines = columns(device), []
+    best = {model: max(measured(runs), key=lambda name: value(runs[name])) for model, runs in found.items()}
+    for choice in CHOICES.values():
+        cells = []
+        for model, runs in found.items():
+            if choice in measured(runs):
+                text = cell(runs[choice], runs)
+                cells.append(f"**{text}**" if choice == best[model] else text)
+            else:
+                cells.append(runs[choice][-1]["status"].split(":")[0] if choice in runs else "")
+        if any(cells):
+            lines.append([choice, *cells])
+    table = markdown_table(["choice", *(f"`{model}`" for model in found)], lines)
+    return answer(device, name, alt, place(found), table) if found else NOT_MEASURED
+
+
+def answer(device: str, name: str, alt: str, where: str, table: str) -> str:
+    return f"![{alt}]({device}/{name}.png)\n\n{where}\n\n{table}"
+
+
+def place(found: dict[str, Runs]) -> str:
+    """Return a sentence: the GPU, the commit and the date, of each column if they differ."""
+    rows = {model: first_row(runs) for model, runs in found.items()}
+    times = {model: sitting_text(row) for model, row in rows.items()}
+    if len(set(times.values())) <= 1:
+        return f"On {next(iter(times.values()), '')}."
+    columns = "; ".join(f"`{model}`: {time}" for model, time in times.items())
+    return f"A column is of one sitting, so compare within a column. {columns}."
+
+
+def sitting_text(row: dict) -> str:
+    """Return "one H200, commit af0db6f, 2026-11-27"."""
+    gpu = markdown_text(row["env"]["device"].removeprefix("NVIDIA "))
+    return f"one {gpu}, commit {commit(row)}, {row['started'][:10]}"
+
+
+def of_baseline(runs: list[dict], base: list[dict]) -> str:
+    """Return ", 1.153x (1.149 to 1.157)", the speed over the baseline's; "" for the baseline or without one."""
+    text = ratio_cell(runs, base, ratio(runs, base)) if base and runs is not base else ""
+    return f", {text}" if text else ""
+
+
+def fastest(device: str) -> str:
+    """Return the tokens/s of each choice and model, and beside torch.compile's; then the other systems of a sitting."""
+
+    def cell(own: list[dict], runs: Runs) -> str:
+        return f"{median_speed(own):,.0f}{of_baseline(own, runs.get(BASELINE, []))}"
+
+    parts = training_table(device, "fastest", "tokens/s of each choice", median_speed, cell), peers(device)
+    return "\n\n".join(filter(None, parts))
+
+
+def peers(device: str) -> str:
+    """Return a line for each other system that was measured in a model's sitting, beside our fastest in bf16."""
+    lines = []
+    for model, runs in columns(device).items():
+        exact = [name for name in measured(runs) if "fp8" not in name]
+        for name, others in runs.items():
+            if exact and name not in CHOICES.values() and any(map(speed, others)):
+                ours = max(exact, key=lambda own: median_speed(runs[own]))
+                precision = shown_run(others)["config"]["precision"]
+                lines.append(
+                    f"- `{model}`: {markdown_text(name)} in {precision} reaches {median_speed(others):,.0f} tokens/s "
+                    f"and {peak(others):.1f} GiB; {ours}{of_baseline(runs[ours], others)}"
+                )
+    return "\n".join(lines)
+
+
+def peak(runs: list[dict]) -> float:
+    """Return the largest peak of the runs, in GiB."""
+    return max(next(row[key] for key in PEAK if row.get(key)) for row in runs if row["status"] == "ok")
+
+
+def memory(device: str) -> str:
+    """Return the peak GiB of each choice and model, and beside torch.compile's."""
+
+    def cell(own: list[dict], runs: Runs) -> str:
+        base = runs.get(BASELINE)
+        return f"{peak(own):.1f} GiB" + (f", {peak(own) / peak(base):.2f}x" if base and own is not base else "")
+
+    return training_table(device, "memory", "peak GiB of each choice", lambda runs: -peak(runs), cell)
+
+
+def searches(device: str) -> list[dict]:
+    """Return the newest search for the longest training T of each choice, the longest T first."""
+    rows = [row for folder in folders(device) for row in results.read_rows(folder, "context")]
+    newest = {search_label(row): row for row in sorted(rows, key=lambda row: row["started"]) if longest_t(row)}
+    return sorted(newest.values(), key=lambda row: -longest_t(row))[:MOST]
+
+
+def search_label(row: dict) -> str:
+    """Return "checkpointing=block", or without checkpoints the kernels; and the model if it is not GPT-2 124M."""
+    checkpointing = row["config"]["model"].get("checkpointing") or "none"
+    name = kernels_cell(row) if checkpointing == "none" else f"checkpointing={checkpointing}"
+    model = model_word(row)
+    return name if model == MODEL else f"{name}, {model}"
+
+
+def longest_t(row: dict) -> int:
+    return row.get("context/max_train") or 0
+
+
+def seconds_cell(row: dict) -> str:
+    """Return the seconds of a step with full attention; "by shorter ones" says that they are extrapolated."""
+    if full := row.get("context/train/seconds_of_full_attention"):
+        return f"{full:,.0f}, by shorter ones"
+    return f"{row['context/train/seconds']:,.0f}"
+
+
+LONGEST: dict[str, Cell] = {
+    "choice": search_label,
+    "longest T": lambda row: f"**{longest_t(row):,}**",
+    "s a step": seconds_cell,
+    "GiB": number_cell("{:.1f}", "context/train/peak_gib"),
+    "commit": lambda row: f"{commit(row)}, {row['started'][:10]}",
+}
+
+
+def longest(device: str) -> str:
+    """Return the choices with the longest training step of one sequence."""
+    rows = searches(device)
+    if not rows:
+        return NOT_MEASURED
+    where = f"On {sitting_text(rows[0])}."
+    if len({commit(row) for row in rows}) > 1:
+        where = "The rows are of several sittings, on GPUs of one kind: the last column names them."
+    return answer(device, "longest", "the longest T of a training step", where, columns_table(LONGEST, rows))
+
+
+def decoders(device: str) -> Runs:
+    """Return decoder -> its runs, of the newest sitting in results/DEVICE-rungs."""
+    runs = newest_runs(rung_rows(f"{device}-rungs", "generate"), DECODING)
+    return {decoder_label(each[-1]): each for each in runs.values() if any(map(speed, each))}
+
+
+def decoder_label(row: dict) -> str:
+    decode = row["config"]["kernels"].get("decode", "blocks")
+    name = label(row) if decode == "blocks" else decode
+    return f"{name} (rounds the weights)" if (row.get("proof") or {}).get("why") else name
+
+
+def decoding(device: str) -> str:
+    """Return the decoders of one sequence, in the order of the ladder."""
+    found, lines = decoders(device), []
+    if not found:
+        return NOT_MEASURED
+    for name, runs in found.items():
+        row, ratio_text = shown_run(runs), of_baseline(runs, found.get(BASELINE, [])).removeprefix(", ")
+        lines.append([name, f"**{speed_cell(row)}**", ratio_text, token_ms_cell(row), f"{peak(runs):.2f}"])
+    row = first_row(found)
+    where = f"On {sitting_text(row)}. {title(row)}"
+    table = markdown_table(["decoder", "tokens/s", f"of {BASELINE}", "ms a token p50 / p99", "GiB"], lines)
+    return answer(device, "decoding", "tokens/s of each decoder", where, table)
+
+
+def draw_questions(device: str) -> list[Path]:
+    """Draw fastest.png, memory.png, longest.png and decoding.png of a device; return those that have rows."""
+    found, folder = columns(device), results.RESULTS / device
+    own = {model: {name: runs[name] for name in measured(runs)} for model, runs in found.items()}
+    speeds = [bars(model, "tokens/s", runs, median_speed) for model, runs in own.items()]
+    peaks = [bars(model, "peak GiB", runs, peak) for model, runs in own.items()]
+    lengths = {search_label(row): [row] for row in searches(device)}
+    drawn = draw_figures(full_first(speeds), folder / "fastest.png")
+    drawn += draw_figures(full_first(peaks), folder / "memory.png")
+    drawn += draw_figures([bars("", "tokens", lengths, lambda runs: longest_t(runs[0]))], folder / "longest.png")
+    return drawn + draw_figures([bars("", "tokens/s", decoders(device), median_speed)], folder / "decoding.png")
+
+
+def full_first(figures: Iterable[Figure | None]) -> list[Figure | None]:
+    """Return the figure with the most bars first, because it names the bars of all."""
+    return sorted(figures, key=lambda each: -len(each.series[0].points) if each else 0)
+
+
+def bars(model: str, x: str, runs: Runs, value: Callable[[list[dict]], float]) -> Figure | None:
+    colours = assign_colours(runs, COLOURS)
+    points = []
+    for name, each in runs.items():
+        number = value(each)
+        text = f"{number:,.0f}" if number >= 1000 else f"{number:.1f}"
+        points.append(Point(number, name, colour=colours[name], text=text))
+    return figure(x, "", [Series("", "bars", points)], row=44, title=model)

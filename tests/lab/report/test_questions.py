@@ -1,0 +1,166 @@
+"""The first tables of results/README.md: what they select from rows of several sittings, and what they compute."""
+
+from lab import rows as lab_rows
+from lab.report import questions
+from lab.report.questions import CHOICES, decoding, draw_questions, fastest, longest, memory
+from tests.lab.report.sample_rows import ENV, make_config, make_context_row, make_generation_row, make_row
+from tests.lab.report.test_report import cells
+
+SPEEDS = {"eager PyTorch": 400, "torch.compile": 500, "triton": 550, "gluon": 600, "gluon, fp8": 800}  # tokens/s
+
+
+def make_run(choice, speed, model="gpt2_124m", *, gib=10.0, commit="a", day=27, gpu="a", status="ok", peer=None):
+    """Return a row of training: 5 intervals of equal speed on one H200."""
+    kernels, attn, precision = next(key for key, name in CHOICES.items() if name == choice)
+    row = make_row("eager", "sdpa", "bf16", parameters={"tiny": 1_000_000, "gpt2_350m": 354_871_296}.get(model, 1.2e8))
+    first, last = ("eager", "eager") if kernels == "compile" else (kernels.split("+")[0], kernels.split("+")[-1])
+    config = make_config(precision=precision, attn=attn)
+    config["kernels"] |= {"norm": first, "mlp": first, "loss": last, "compile": kernels == "compile"}
+    row |= {"config": config, "status": status, "started": f"2026-11-{day}T10:00:00+0000"}
+    row |= {"kernels": row["kernels"] | ({"peer": peer} if peer else {}), "mem/peak_allocated_gib": gib}
+    row |= {"command": f"python train.py model={model} kernels={kernels}"}
+    row |= {"env": ENV | {"git_commit": commit * 40, "gpu": gpu}}
+    if status != "ok":
+        return {key: value for key, value in row.items() if not key.startswith("perf/")}
+    return row | {"perf/tokens_per_sec": speed, "perf/laps_s": [65536 / speed] * 5}
+
+
+def keep(results, folder, rows, kind="train"):
+    lab_rows.append_rows(results / folder / f"{kind}.jsonl", rows)
+
+
+def table(text):
+    """Return the cells of the table in a text, with its head."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip(" `") for cell in lines[0].strip("|").split("|")], *cells("\n".join(lines))]
+
+
+def test_without_rows_a_section_names_the_command_that_measures_them(results):
+    for section in (fastest, memory, longest, decoding):
+        assert section("h200") == "Not measured yet: `scripts/measure.sh ladder`."
+    assert draw_questions("h200") == []
+
+
+def test_a_column_is_the_sitting_with_the_most_choices_and_of_these_the_newest(results):
+    """The rows of other sittings, of a tiny model, of two GPUs and of another device do not count."""
+    keep(results, "h200-rungs", [make_run(name, speed, day=20, commit="b") for name, speed in SPEEDS.items()])
+    keep(results, "h200-rungs", [make_run(name, speed) for name, speed in SPEEDS.items()])
+    keep(results, "h200", [make_run("gluon", 9000, commit="c", day=28), make_run("gluon", 1e5, "tiny")])
+    keep(results, "h200-rungs", [make_run("gluon", 7000, gpu="another"), make_run("gluon", 1) | {"world_size": 2}])
+    keep(results, "h200x2", [make_run("gluon", 8000, "gpt2_350m")])
+    text = fastest("h200")
+    assert table(text) == [
+        ["choice", "gpt2_124m"],
+        ["eager PyTorch", "400, 0.800x"],
+        ["torch.compile", "500"],
+        ["triton", "550, 1.100x"],
+        ["gluon", "600, 1.200x"],
+        ["gluon, fp8", "**800, 1.600x**"],
+    ]
+    assert "\n\nOn one H200, commit aaaaaaa, 2026-11-27.\n\n" in text
+
+
+def test_repeats_have_an_interval_and_columns_of_other_sittings_are_named(results):
+    """A choice without memory has its status, and a model without torch.compile has no ratios."""
+    runs = [make_run(name, speed * factor) for factor in (0.99, 1.0, 1.01) for name, speed in SPEEDS.items()]
+    keep(results, "h200-rungs", runs)
+    keep(results, "h200-fp8", [make_run("gluon", 200, "gpt2_350m", commit="b", day=26)])
+    keep(results, "h200-fp8", [make_run("triton", 0, "gpt2_350m", commit="b", day=26, status="oom: no memory")])
+    text = fastest("h200")
+    head, eager, compiled, triton, gluon, fp8 = table(text)
+    assert head == ["choice", "gpt2_124m", "gpt2_350m"]
+    assert gluon[1].startswith("600, 1.200x (1.19")
+    assert [eager[2], compiled[2], triton[2], gluon[2], fp8[2]] == ["", "", "oom", "**200**", ""]
+    columns = "`gpt2_124m`: one H200, commit aaaaaaa, 2026-11-27; `gpt2_350m`: one H200, commit bbbbbbb, 2026-11-26."
+    assert f"\n\nA column is of one sitting, so compare within a column. {columns}\n\n" in text
+
+
+def test_memory_is_the_largest_peak_beside_torch_compiles(results):
+    peaks = {"eager PyTorch": 50.0, "torch.compile": 20.0, "triton": 12.0, "gluon": 10.0, "gluon, fp8": 11.0}
+    runs = [make_run(name, 1, gib=peaks[name] - less) for less in (0, 1) for name in SPEEDS]
+    keep(results, "h200-rungs", runs)
+    assert [line[1] for line in table(memory("h200"))[1:]] == [
+        "50.0 GiB, 2.50x",
+        "20.0 GiB",
+        "12.0 GiB, 0.60x",
+        "**10.0 GiB, 0.50x**",
+        "11.0 GiB, 0.55x",
+    ]
+
+
+def test_another_system_of_the_sitting_stands_beside_our_fastest_exact_choice(results):
+    keep(results, "h200-rungs", [make_run(name, speed) for name, speed in SPEEDS.items()])
+    name = "transformers 5.17.0 + torch.compile"
+    keep(results, "h200-rungs", [make_run("torch.compile", 480, gib=30.0, peer=name)])
+    keep(results, "h200-rungs", [make_run("torch.compile", 1, peer=name, commit="b")])
+    *_, line = fastest("h200").splitlines()
+    assert line == f"- `gpt2_124m`: {name} in bf16 reaches 480 tokens/s and 30.0 GiB; gluon, 1.250x"
+
+
+def test_the_longest_contexts_are_the_newest_of_each_choice(results):
+    """The fifth is the last. A search in generation alone is not there."""
+
+    def search(longest, day, kernels="eager", **model):
+        row = make_context_row(kernels, "sdpa", longest, None, **model)
+        return row | {"started": f"2026-11-{day}T10:00:00+0000", "env": ENV | {"git_commit": str(day) * 4}}
+
+    blocks = [search(3000, 22, checkpointing="block"), search(2000, 24, checkpointing="block")]
+    extrapolated = search(9000, 22, "triton") | {"context/train/seconds_of_full_attention": 1234.5}
+    others = [
+        search(5000, 23, checkpointing="host"),
+        search(1000, 22),
+        search(None, 22, "triton", checkpointing="host"),
+    ]
+    keep(results, "h200", [*blocks, extrapolated, *others], "context")
+    keep(results, "h200-rungs", [search(500, 24, "compile"), search(400, 24, "triton+compile")], "context")
+    text = longest("h200")
+    assert [line[:4] for line in table(text)[1:]] == [
+        ["triton", "**9,000**", "1,234, by shorter ones", "131.0"],
+        ["checkpointing=host", "**5,000**", "38", "131.0"],
+        ["checkpointing=block", "**2,000**", "38", "131.0"],
+        ["eager", "**1,000**", "38", "131.0"],
+        ["compile", "**500**", "38", "131.0"],
+    ]
+    assert "The rows are of several sittings, on" in text
+    assert [line[4] for line in table(text)[1:]][:2] == ["2222222, 2026-11-22", "2323232, 2026-11-23"]
+
+
+def test_decoders_stand_beside_torch_compile(results):
+    decoders = {("blocks", "eager"): 0.8, ("blocks", "compile"): 0.5, ("persistent", "eager"): 0.25}
+    rows = []
+    for (decode, kernels), ms in decoders.items():
+        words = f"python -m scripts.generate kernels={kernels} kernels.decode={decode} attn=sdpa precision=bf16"
+        row = make_generation_row(decode, kernels, ms=ms) | {"parameters": 124_475_904, "command": words}
+        rows.append(row | {"gen/laps_s": [ms / 1e3] * 5, "started": "2026-11-27T10:00:00+0000"})
+    keep(results, "h200-rungs", rows, "generate")
+    text = decoding("h200")
+    assert [line[0] for line in table(text)[1:]] == ["eager PyTorch", "torch.compile", "persistent"]
+    assert [line[2:] for line in table(text)[1:]] == [
+        ["0.625x", "0.80 / 0.96", "0.34"],
+        ["", "0.50 / 0.60", "0.34"],
+        ["2.000x", "0.25 / 0.30", "0.34"],
+    ]
+    assert "Decoding 124M, 1 sequence, 128 tokens after a prompt of 128:" in text
+
+
+def test_the_pictures_show_the_tables(results, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(questions, "draw_figures", lambda figures, path: drawn.update({path.name: figures}) or [path])
+    keep(results, "h200-rungs", [make_run("gluon", 200, "gpt2_350m"), make_run("torch.compile", 150, "gpt2_350m")])
+    keep(results, "h200-rungs", [make_run(name, speed) for name, speed in SPEEDS.items()])
+    paths = draw_questions("h200")
+    assert [path.name for path in paths] == ["fastest.png", "memory.png", "longest.png", "decoding.png"]
+    full, medium = drawn["fastest.png"]
+    assert (full.title, medium.title) == ("gpt2_124m", "gpt2_350m")
+    assert {point.y: point.x for point in full.series[0].points} == SPEEDS
+    assert {point.y: point.x for point in medium.series[0].points} == {"torch.compile": 150, "gluon": 200}
+    colours = {point.y: point.colour for point in full.series[0].points}
+    assert all(point.colour == colours[point.y] for point in medium.series[0].points)
+    assert drawn["longest.png"] == [None]
+
+
+def test_a_table_of_results_has_at_most_five_rows_and_columns():
+    for section in (fastest, memory, longest, decoding):
+        lines = table(section("h200"))
+        assert len(lines) <= 6
+        assert all(len(line) <= 5 for line in lines)
