@@ -12,6 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from lab import rows
 from lab.report.readmes import fill
 from model.vocabulary import take_vocabulary
 from runtime.config import parse
@@ -203,3 +204,14 @@ def test_the_files_of_a_room_are_listed(name):
 def test_the_tables_show_the_results_as_they_are(name):
     """`python -m scripts.report` would not change the README."""
     assert fill(READMES[name]) == READMES[name]
+
+
+def test_no_table_reads_the_archive(monkeypatch):
+    """But its rows are whole: each has its CRC-32."""
+    read, read_lines = [], rows.read_lines
+    monkeypatch.setattr(rows, "read_lines", lambda path: read.append(path) or read_lines(path))
+    for text in READMES.values():
+        fill(text)
+    archive = ROOT / "results/archive"
+    assert not any(archive in path.parents and path.exists() for path in read)
+    assert all(rows.read_whole(path) for path in archive.glob("*/*.jsonl"))

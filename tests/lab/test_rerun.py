@@ -168,7 +168,7 @@ def test_a_hostile_command_is_refused_in_one_line(command):
 
 def test_every_kept_row_of_a_run_has_a_command_that_may_run_again():
     """Without the keys of one run, it is the row's command, word for word."""
-    kept = [path for path in (ROOT / "results").glob("*/*.jsonl") if "command" in path.read_text().partition("\n")[0]]
+    kept = [path for path in (ROOT / "results").rglob("*.jsonl") if "command" in path.read_text().partition("\n")[0]]
     count = 0
     for path in kept:
         for row in map(json.loads, path.read_text().splitlines()):

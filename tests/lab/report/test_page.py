@@ -184,6 +184,7 @@ def test_markup_in_a_row_is_shown_as_text(open_page, tmp_path):
 def test_a_folder_in_results_has_a_report(open_page, tmp_path):
     """The report also shows old rows, which have no timed intervals, parity, memory or receipt."""
     folder = shutil.copytree(ROOT / "results/h200", tmp_path / "h200")
+    shutil.copy(ROOT / "results/archive/h200/train.jsonl", folder)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "perf/laps_s" not in row]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
