@@ -65,43 +65,46 @@ def peak_gib(row: dict) -> float:
 
 
 def throughput(device: str) -> str:
-    """Return the table of training runs without evaluations."""
+    """Return tables of training runs without evaluations."""
     rows = [row for row in results.read_rows(device) if not row["config"]["train"]["eval_every"]]
-    columns = {"model": model_name, "batch": batch_cell, "precision": precision_cell, "kernels": kernels_cell}
     last = {"step": lambda row: str(row.get("steps", "")), "commit": commit}
-    return session_table(rows, columns | {"attn": attention_cell}, "tokens/s (p20 to p80)", last)
+
+    def title(row: dict) -> str:
+        return f"{model_name(row)}, {batch_cell(row)}, {row['config']['precision']}"
+
+    columns = {"kernels": kernels_cell, "attn": attention_cell}
+    return session_tables(rows, title, columns, "tokens/s (p20 to p80)", last)
 
 
 def generation(device: str) -> str:
-    """Return the table of the rows of scripts.generate."""
+    """Return tables of the rows of scripts.generate."""
+
+    def title(row: dict) -> str:
+        count = sequences(row)
+        work = f"{prompt_tokens(row):,} + {row['config']['max_new_tokens']:,} tokens"
+        plural = "sequence" if count == 1 else "sequences"
+        return f"{model_name(row)}, {row['config']['precision']}, {count} {plural}, prompt + new: {work}"
+
     columns: dict[str, Cell] = {
-        "model": model_name,
-        "precision": precision_cell,
-        "sequences": lambda row: str(sequences(row)),
-        "prompt + new tokens": lambda row: f"{prompt_tokens(row):,} + {row['config']['max_new_tokens']:,}",
         "decode": lambda row: ", ".join([decoder(row["config"]) or "blocks", *cache_and_draft(row["config"])]),
         "kernels": lambda row: f"prefill: {kernels_cell(row)}" if decoder(row["config"]) else kernels_cell(row),
         "attn": attention_cell,
     }
     rows = results.read_rows(device, "generate")
-    return session_table(rows, columns, "decode tokens/s (p20 to p80)", {"commit": commit})
+    return session_tables(rows, title, columns, "decode tokens/s (p20 to p80)", {"commit": commit})
 
 
-def precision_cell(row: dict) -> str:
-    return row["config"]["precision"]
-
-
-def session_table(rows: list[dict], columns: dict[str, Cell], speed_name: str, last: dict[str, Cell]) -> str:
-    """Return a table of the newest rows of each choice, session by session, fastest first.
+def session_tables(
+    rows: list[dict], title: Cell, columns: dict[str, Cell], speed_name: str, last: dict[str, Cell]
+) -> str:
+    """Return a table for each title with the newest rows of each choice, session by session, fastest first.
 
     All rows are of training, or all of generation. `of compile` compares a choice with compile + sdpa of its session.
-    Without rows there is no table.
+    A column without a cell is left out. Without rows there is no table.
     """
-    if not rows:
-        return ""
-    figures = figure_columns(rows)
+    figures = figure_columns(rows) if rows else {}
     newest_first = reversed(sessions(newest_choices(rows)).items())
-    lines = []
+    groups: dict[str, list[list[str]]] = {}
     # a key of sessions() ends with the commit; the sort is stable, so sessions of equal settings stay newest first
     for _, session in sorted(newest_first, key=lambda item: item[0][:-1]):
         choices: dict[tuple, list[dict]] = {}
@@ -116,8 +119,17 @@ def session_table(rows: list[dict], columns: dict[str, Cell], speed_name: str, l
             row = shown_run(runs)
             cells = [rate_cell(row), ratio_cell(runs, bases, compared)]
             cells += [cell(row) if row["status"] == "ok" else "" for cell in figures.values()]
-            lines.append([*(cell(row) for cell in columns.values()), *cells, *(cell(row) for cell in last.values())])
-    return markdown_table([*columns, speed_name, "of compile", *figures, *last], lines)
+            cells = [*(cell(row) for cell in columns.values()), *cells, *(cell(row) for cell in last.values())]
+            groups.setdefault(title(row), []).append(cells)
+    head = [*columns, speed_name, "of compile", *figures, *last]
+    return "\n\n".join(f"**{markdown_text(name)}**\n\n{filled_columns(head, lines)}" for name, lines in groups.items())
+
+
+def filled_columns(head: list[str], lines: list[list[str]]) -> str:
+    """Return the table of the columns that have a cell with text."""
+    kept = [column for column in zip(head, *lines, strict=True) if any(column[1:])]
+    head, *lines = map(list, zip(*kept, strict=True))
+    return markdown_table(head, lines)
 
 
 def ratio_cell(runs: list[dict], bases: list[dict], compared: Ratio | None) -> str:

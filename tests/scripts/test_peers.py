@@ -150,7 +150,7 @@ def test_transformers_trains_as_our_model(command, hotswap, tmp_path, monkeypatc
     monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
     collect.collect(Path("peer"), row, curves=False, beside="today")
     collect.collect(Path("ours"), json.loads(Path("ours/result.json").read_text()), curves=False, beside="today")
-    lines = [[cell.strip() for cell in line.split("|")[4:6]] for line in throughput("today").splitlines()[2:]]
+    lines = [[cell.strip() for cell in line.split("|")[1:3]] for line in throughput("today").splitlines()[4:]]
     assert sorted(lines) == [["eager", next(cell for kernels, cell in lines if kernels == "eager")], [name, "sdpa"]]
 
 

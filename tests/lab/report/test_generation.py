@@ -181,27 +181,25 @@ def test_collected_rows_have_a_table_by_settings_and_fastest_first(results):
     again = make_generation_row("int8", "eager", batch=8, ms=0.4, kv="fp8")
     add_rows(results, slower, old_row("compile", "sdpa", 2000.0), old_row("compile", "triton", 2200.0))
     add_rows(results, blocks, wrong, make_generation_row("int8", "eager", batch=8, ms=0.4), again)
-    commits = [line[-1] for line in cells(generation("h200"))]
-    lines = [line[:9] for line in cells(generation("h200"))]
-    sizes = ["124M", "bf16", "8", "128 + 128"]
-    old, attn = ["124M", "bf16", "1", "7 + 128", "blocks", "compile"], "sdpa"
-    assert [line[:7] for line in lines] == [
-        [*old, "triton"],
-        [*old, attn],
-        [*sizes, "int8", "prefill: eager", attn],
-        [*sizes, "int8, fp8 cache", "prefill: eager", attn],
-        [*sizes, "blocks", "compile", attn],
-        [*sizes, "mine", "prefill: eager", attn],
+    titles, tables = generation("h200").split("\n\n")[::2], generation("h200").split("\n\n")[1::2]
+    sizes = "124M, bf16, 8 sequences, prompt + new: 128 + 128 tokens"
+    assert titles == ["**124M, bf16, 1 sequence, prompt + new: 7 + 128 tokens**", f"**{sizes}**"]
+    old, new = map(cells, tables)
+    assert [line[:5] for line in old] == [
+        ["blocks", "compile", "triton", "**2,200** (2,199 to 2,201)", "1.100x"],
+        ["blocks", "compile", "sdpa", "**2,000** (1,999 to 2,001)", "1.000x"],
     ]
-    assert [line[7:] for line in lines[:2]] == [
-        ["**2,200** (2,199 to 2,201)", "1.100x"],
-        ["**2,000** (1,999 to 2,001)", "1.000x"],
+    assert [line[:3] for line in new] == [
+        ["int8", "prefill: eager", "sdpa"],
+        ["int8, fp8 cache", "prefill: eager", "sdpa"],
+        ["blocks", "compile", "sdpa"],
+        ["mine", "prefill: eager", "sdpa"],
     ]
-    assert [float(line[8][:-1]) for line in lines[2:4]] == pytest.approx([2, 2], rel=0.02)
-    assert [line[8] for line in lines[4:]] == ["1.000x", ""]
-    assert lines[5][7] == "wrong: 3 tokens"
-    assert commits == ["5918f41", "5918f41", *["f3adfe0"] * 4]
-    assert cells(generation("h200"))[5][9:-1] == [""] * 5
+    assert [float(line[4][:-1]) for line in new[:2]] == pytest.approx([2, 2], rel=0.02)
+    assert [line[4] for line in new[2:]] == ["1.000x", ""]
+    assert new[3][3] == "wrong: 3 tokens"
+    assert [line[-1] for line in [*old, *new]] == ["5918f41", "5918f41", *["f3adfe0"] * 4]
+    assert not any(new[3][5:-1])
 
 
 def test_a_generation_is_collected_into_its_file(results, tmp_path):

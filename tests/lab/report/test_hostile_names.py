@@ -109,7 +109,7 @@ def test_a_figure_of_matplotlib_shows_a_name_as_text(report, folder, name, tmp_p
         name for module in (bench_panels, loss_curves, panels) for name in vars(module) if name.startswith("draw_")
     }
     assert names - {"draw_figures"} == drawn.keys() - {"speed_figure"}  # a new figure needs a case
-    runs = [Curve(make_row(), each, {1: 5.0, 2: 4.0}, {}) for each in NAMES]
+    runs = [Curve(make_row() | {"kernels": {"peer": each}}, each, {1: 5.0, 2: 4.0}, {}) for each in NAMES]
     monkeypatch.setattr(loss_curves, "curves", lambda device: runs)
 
     def save(figure, *args, **options):
