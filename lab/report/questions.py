@@ -220,7 +220,8 @@ def longest(device: str) -> str:
         return NOT_MEASURED
     where = f"On {sitting_text(rows[0])}."
     if len({commit(row) for row in rows}) > 1:
-        where = "The rows are of several sittings, on GPUs of one kind: the last column names them."
+        gpu = sitting_text(rows[0]).partition(",")[0]
+        where = f"The rows are of several sittings, each on {gpu}: the last column names them."
     return answer(device, "longest", "the longest T of a training step", where, columns_table(LONGEST, rows))
 
 

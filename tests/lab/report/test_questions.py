@@ -121,7 +121,7 @@ def test_the_longest_contexts_are_the_newest_of_each_choice(results):
         ["eager", "**1,000**", "38", "131.0"],
         ["compile", "**500**", "38", "131.0"],
     ]
-    assert "The rows are of several sittings, on" in text
+    assert "\n\nThe rows are of several sittings, each on one H200: the last column names them.\n\n" in text
     assert [line[4] for line in table(text)[1:]][:2] == ["2222222, 2026-11-22", "2323232, 2026-11-23"]
 
 
