@@ -61,10 +61,16 @@ def main(cfg: Config) -> None:
         tqdm.write(f"{name:<12} {size}, {cfg.dtype}, {cfg.rounds} rounds", file=sys.stdout)
         sys.stdout.flush()  # on a CPU, a large shape takes minutes
         with explain_out_of_memory(f"op={cfg.op} shape={name}", "the size: choose a smaller shape"):
-            new_rows, statuses = measure_shape(cfg, name, shape, device)
+            statuses, first_s = {} if cfg.impl else absent_backends(cfg.op, device), {}
+            if cfg.first_call:  # a backend whose first call fails in its own process is not called in this one
+                first_s = time_first_calls(cfg.op, cfg.impl, shape, cfg.dtype, device, statuses)
+            new_rows, reasons = measure(cfg.op, name, shape, cfg.impl, cfg.dtype, cfg.rounds, device, left_out=statuses)
+        statuses |= {impl: f"unavailable: {reason}" for impl, reason in reasons.items()}
         for impl, status in statuses.items():
             tqdm.write(f"{name:<12} without {impl}: {status}", file=sys.stdout)
-        new_rows = [{**row, "ceiling/tb_per_s": copy, "ceiling/tflops": matmul, **facts} for row in new_rows]
+        for row in new_rows:
+            row |= {"first_call_s": first_s.get(row["impl"]), "ceiling/tb_per_s": copy, "ceiling/tflops": matmul}
+            row |= {"lines": kernel_lines({cfg.op: backend_of(row["impl"])})[cfg.op], **facts}
         refused = [
             {"op": cfg.op, "shape": name, "impl": impl, "dtype": cfg.dtype, "status": status, **facts}
             for impl, status in statuses.items()
@@ -86,24 +92,19 @@ def main(cfg: Config) -> None:
     track_rows(tracker, f"bench-{cfg.op}", cfg, dict(zip(labels, rows, strict=True)), folder)
 
 
-def measure_shape(cfg: Config, name: str, shape: dict, device: torch.device) -> tuple[list[dict], dict[str, str]]:
-    """Return (the rows of the contestants at one shape, impl -> the status of each backend that has no times).
+def time_first_calls(
+    op: str, names: list[str], shape: dict, dtype: str, device: torch.device, statuses: dict[str, str]
+) -> dict[str, float | None]:
+    """Return impl -> the seconds of its first call. Add the status of each that fails to `statuses`.
 
-    With `first_call`, a contestant whose first call fails in its own process is not called in this one.
+    These are the backends in `names`, or all that are not in `statuses`, and compile.
     """
-    statuses = {} if cfg.impl else absent_backends(cfg.op, device)
-    seconds = {}
-    if cfg.first_call:
-        names = cfg.impl or [*(impl for impl in impls(cfg.op) if impl not in statuses), "compile"]
-        for impl in tqdm(names, disable=None, leave=False):
-            seconds[impl], status = first_call(cfg.op, impl, shape, cfg.dtype, device)
-            if status != "ok":
-                statuses[impl] = status
-    rows, reasons = measure(cfg.op, name, shape, cfg.impl, cfg.dtype, cfg.rounds, device, left_out=statuses)
-    for row in rows:
-        row |= {"first_call_s": seconds.get(row["impl"])}
-        row |= {"lines": kernel_lines({cfg.op: backend_of(row["impl"])})[cfg.op]}
-    return rows, statuses | {impl: f"unavailable: {reason}" for impl, reason in reasons.items()}
+    names, seconds = names or [*(impl for impl in impls(op) if impl not in statuses), "compile"], {}
+    for impl in tqdm(names, disable=None, leave=False):
+        seconds[impl], status = first_call(op, impl, shape, dtype, device)
+        if status != "ok":
+            statuses[impl] = status
+    return seconds
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import functools
 
 from omegaconf import OmegaConf
 
+from common.files import read_text
 from lab.commands import CONFIGS
 from lab.report.describe import model_size
 from model.config import GPTConfig
@@ -21,13 +22,13 @@ TABLES = "block_size", "vocab_size"  # the sizes of the tables, which follow the
 def presets() -> dict[str, dict]:
     """Return name -> all fields of each preset, sorted by name."""
     files = sorted((CONFIGS / "model").glob("*.yaml"))
-    return {file.stem: defaults() | OmegaConf.to_container(OmegaConf.load(file)) for file in files}
+    return {file.stem: defaults() | OmegaConf.to_container(OmegaConf.create(read_text(file))) for file in files}
 
 
 @functools.cache
 def defaults() -> dict:
     """Return the fields of the group `model` that config.yaml sets."""
-    return OmegaConf.to_container(OmegaConf.load(CONFIGS / "config.yaml").model)
+    return OmegaConf.to_container(OmegaConf.create(read_text(CONFIGS / "config.yaml")).model)
 
 
 @functools.cache

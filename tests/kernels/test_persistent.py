@@ -510,8 +510,6 @@ def defined_on_an_h200(shape, batch, kv_dtype=None, quantize=None):
         ("124m", 1, None, None),
         pytest.param("124m", 8, FP8, None, marks=pytest.mark.exhaustive),
         pytest.param("1558m", 1, None, int8.quantize, marks=pytest.mark.exhaustive),
-        pytest.param("1558m", 7, None, None, marks=pytest.mark.exhaustive),
-        pytest.param("smollm2-135m", 1, None, None, marks=pytest.mark.exhaustive),
         pytest.param("qwen3-0.6b", 1, None, None, marks=pytest.mark.exhaustive),
         pytest.param("llama-3.2-1b", 1, None, None, marks=pytest.mark.exhaustive),
     ],

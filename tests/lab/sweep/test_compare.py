@@ -22,25 +22,29 @@ def make_runs(step_ms, count, seed, **settings):
     return [make_run(step_ms, seed=1000 * seed + i, **settings) for i in range(count)]
 
 
+COMPARISONS = 100
+
+
 def count_ties(count, **noise):
-    """Return how many of 200 comparisons of two equal programs, `count` runs each, are a tie."""
-    pairs = [(make_runs(100, count, 2 * i, **noise), make_runs(100, count, 2 * i + 1, **noise)) for i in range(200)]
+    """Return how many of COMPARISONS comparisons of two equal programs, `count` runs each, are a tie."""
+    runs = [make_runs(100, count, seed, **noise) for seed in range(2 * COMPARISONS)]
+    pairs = zip(runs[::2], runs[1::2], strict=True)
     return sum(compare.ratio(rows, bases).verdict == "tie" for rows, bases in pairs)
 
 
-# Each 95% interval should contain 1. The probability that fewer than this many of 200 intervals do is 1 in 1,000
-FEWEST_TIES = 200 * 0.95 + NormalDist().inv_cdf(0.001) * (200 * 0.95 * 0.05) ** 0.5
+# Each 95% interval should contain 1. The probability that fewer than this many intervals do is 1 in 1,000
+FEWEST_TIES = COMPARISONS * 0.95 + NormalDist().inv_cdf(0.001) * (COMPARISONS * 0.95 * 0.05) ** 0.5
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("count", [2, 5])
 def test_equal_programs_are_a_tie(count):
     """The noise is far above RESOLUTION, which would otherwise decide the verdict."""
     assert count_ties(count, process=0.02, spread=0.002) >= FEWEST_TIES
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("intervals", [2, 3, 5])
+@pytest.mark.parametrize("intervals", [2, 5])
 def test_equal_programs_are_a_tie_with_one_run_of_few_intervals(intervals):
     """The runs differ by their intervals only, because one run each shows no other noise."""
     assert count_ties(1, process=0.0, spread=0.02, intervals=intervals) >= FEWEST_TIES
