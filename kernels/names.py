@@ -118,8 +118,8 @@ def languages(ops: Sequence[str] = ALL_OPS) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def languages_alone() -> dict[str, list[str]]:
-    """Return {language: the words that train with its backends}, without the languages that have only an attention.
+def training_overrides() -> dict[str, list[str]]:
+    """Return {language: the overrides that select its backends}. Skip languages that have only an attention backend.
 
     PyTorch computes the ops that the language lacks: kernels=quack kernels.loss=liger_cute attn=flash.
     """
@@ -134,8 +134,8 @@ def languages_alone() -> dict[str, list[str]]:
     return words
 
 
-def decoders_alone() -> dict[str, list[str]]:
-    """Return {language: the words that decode with its first kernel}. Two decode by the model's own blocks."""
+def decoding_overrides() -> dict[str, list[str]]:
+    """Return {language: the overrides that select its first kernel}. PyTorch and Inductor take the model's blocks."""
     blocks = {"PyTorch": "eager", "Inductor": "compile"}
     own = {language: names[0] for language, names in by_language("decode").items() if language not in blocks}
     words = {language: [f"kernels={name}", "kernels.decode=blocks"] for language, name in blocks.items()}
@@ -149,7 +149,7 @@ def config_groups() -> dict[str, dict]:
     Triton for the others. `kernels=compile` is eager under torch.compile. The choice `*` of `attn` stands for paths and
     dotted names: see runtime.config.store_named_choices(). The group `hydra/ablation` is for configs/sweep/:
     ablation.yaml starts from eager ops and swaps one op at a time; languages.yaml and decoding_languages.yaml run
-    languages_alone() and decoders_alone().
+    training_overrides() and decoding_overrides().
     """
     per_op = {op: impls(op) for op in OPS if op != "attention"}
     others = {op: default_impl(op) for op in ALL_OPS if op not in OPS}  # a preset does not choose them
@@ -161,8 +161,8 @@ def config_groups() -> dict[str, dict]:
     swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
     swaps.append(f"attn={','.join(impls('attention'))}")
     groups["hydra/ablation"] = {"ops": {"params": {config_key(op): "eager" for op in per_op}, "ablations": swaps}}
-    for name, alone in (("languages", languages_alone()), ("decoders", decoders_alone())):
-        [first, *words] = alone.values()
+    for name, overrides in (("languages", training_overrides()), ("decoders", decoding_overrides())):
+        [first, *words] = overrides.values()
         params = dict(word.split("=") for word in first)
         groups["hydra/ablation"][name] = {"params": params, "ablations": words}
     return groups

@@ -146,16 +146,17 @@ def append_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def keep_rows(rows: list[dict], name: str, beside: str | None = None) -> Path:
-    """Append rows to the file `name` in results/<device>/, or in the folder `beside` of results/."""
-    return append_rows(RESULTS / file_name(beside or device_slug(rows[-1]["env"]["device"])) / name, rows)
+def keep_rows(rows: list[dict], name: str, suffix: str | None = None) -> Path:
+    """Append rows to the file `name` in results/<device>/, or in results/<device>-<suffix>/."""
+    folder = device_slug(rows[-1]["env"]["device"]) + (f"-{suffix}" if suffix else "")
+    return append_rows(RESULTS / file_name(folder) / name, rows)
 
 
-def write_rows(rows: list[dict], name: str, folder: Path, keep: bool, beside: str | None = None) -> list[Path]:
+def write_rows(rows: list[dict], name: str, folder: Path, keep: bool, suffix: str | None = None) -> list[Path]:
     """Append rows to the file `name` in `folder`, and with `keep` in results/ too: keep_rows(). Return the paths."""
     files = [append_rows(folder / name, rows)]
     if keep:
-        files.append(keep_rows(rows, name, beside))
+        files.append(keep_rows(rows, name, suffix))
     return files
 
 

@@ -72,3 +72,12 @@ def make_missing(folder: Path) -> None:
     missing = [path for path in (*reversed(folder.parents), folder) if not path.exists()]
     folder.mkdir(parents=True)
     made_folders.extend(missing)
+
+
+# NAME_CACHE_DIR is the variable for the folder of each compile cache
+COMPILE_CACHES = "TORCHINDUCTOR", "TRITON", "FLASH_ATTENTION_CUTE_DSL", "CUTE_DSL", "QUACK", "TILELANG", "CUDA_TILE"
+
+
+def cache_variables(folder: Path) -> dict[str, str]:
+    """Return the environment variables that put all compile caches into `folder`."""
+    return {f"{name}_CACHE_DIR": str(folder / name.lower()) for name in COMPILE_CACHES}

@@ -53,7 +53,7 @@ class LoggerConfig:
     job_type: str | None
     tags: list[str]
     notes: str | None
-    artifacts: bool  # upload the best checkpoint when the run ends
+    artifacts: bool  # a run that ends ok uploads its best checkpoint
 
     def __post_init__(self):
         names = ["none", *LIBRARIES]

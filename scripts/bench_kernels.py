@@ -33,13 +33,13 @@ from runtime.trackers import LoggerConfig, Tracker
 class Config(OpConfig):
     impl: Any
     first_call: bool
-    beside: str | None
+    suffix: str | None
     out_dir: str | None
     logger: LoggerConfig
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.keep or not self.beside, f"beside={self.beside} has no effect: add keep=true")
+        check(self.keep or not self.suffix, f"suffix={self.suffix} has no effect: add keep=true")
         self.impl = as_list(self.impl)
         for name in self.impl:
             if name != "compile":
@@ -76,7 +76,7 @@ def main(cfg: Config) -> None:
             for impl, status in statuses.items()
         ]
         if new_rows:
-            files = write_rows([*new_rows, *refused], "kernels.jsonl", folder, cfg.keep, cfg.beside)
+            files = write_rows([*new_rows, *refused], "kernels.jsonl", folder, cfg.keep, cfg.suffix)
         rows += new_rows
         seconds = time.perf_counter() - start
         tqdm.write(f"{name:<12} {len(new_rows)} contestants in {seconds:.0f} s", file=sys.stdout)

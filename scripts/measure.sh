@@ -37,9 +37,8 @@ rungs() {
     part rungs train.py +sweep=rungs
     part decoding -m scripts.generate +sweep=decoding_rungs checkpoint=random
 }
-# The first tables of results/README.md. The times between the rows of an H200 give 17 minutes: 5.5 for the first run of
-# the six rungs, 2.5 each for the second and the third, 3.5 for decoding, and 1.5 for a search, whose long steps have a
-# window. Then other models in 16 minutes, of which torch.compile of 1558M takes 4, and other systems in 8
+# The first tables of results/README.md. On an H200, by the times of its rows: ladder 17 minutes (5.5, 2.5 and 2.5 for
+# the rungs, 3.5 for decoding, 1.5 for each search), ladder_models 16 (4 for torch.compile of 1558M), ladder_peers 8
 ladder() {
     part rungs-three-times train.py +sweep=rungs sweep.repeats=3
     part decoding -m scripts.generate +sweep=decoding_rungs checkpoint=random
@@ -68,14 +67,14 @@ ladder_peers() { # nanogpt=FOLDER is a checkout of nanoGPT. In amp, because its 
     done
 }
 # Do the choices train alike? Five choices, three seeds and 300 steps, in about 17 minutes: a run takes 45 to 75 s
-alike() {
-    local words into="--suffix alike --curves"
+agreement() {
+    local words into="--suffix agreement --curves"
     for words in "eager attn=sdpa" "compile attn=sdpa" "triton attn=triton" "gluon attn=gluon" \
         "gluon kernels.loss=triton attn=gluon precision=fp8"; do
-        part "alike-${words//[ =,]/-}" train.py -m +experiment=curve precision=bf16 seed=1,2,3 kernels=$words
+        part "${words//[ =,]/-}" train.py -m +experiment=curve precision=bf16 seed=1,2,3 kernels=$words
     done
 }
-# A commit has a folder, so the same group continues what it began
+# The folder's name has the commit, so a second call resumes
 part() { # NAME WORDS ...: a sweep on the first GPU. Its rows go to results/DEVICE-rungs, or where into= says
     local folder="$sitting/$1" gpus=${CUDA_VISIBLE_DEVICES:-0}
     CUDA_VISIBLE_DEVICES=${gpus%%,*} python "${@:2}" out_dir="$folder"
@@ -173,7 +172,7 @@ languages_kernels() {
         esac
         for shape in $shape; do
             python -m scripts.bench_kernels op=$op shape=$shape first_call=true keep=true \
-                beside="${beside:-h200-languages}" out_dir="out/languages/$op-$shape"
+                suffix=languages out_dir="out/languages/$op-$shape"
         done
     done
 }
@@ -188,7 +187,7 @@ languages_steps() {
             out_dir="out/languages/$model-decoding"
         [ $? = 75 ] && return 75
     done
-    python -m scripts.collect --beside "${beside:-h200-languages}" out/languages/*_*/*/
+    python -m scripts.collect --suffix languages out/languages/*_*/*/
 }
 
 # Three seeds of 301 million tokens in bf16, in fp8, and in fp8 with the head in bf16. A run takes 7 to 10 minutes on

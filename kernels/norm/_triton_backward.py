@@ -1,4 +1,4 @@
-"""The backward of triton.py, which explains it. _fp8.py uses it too; helion.py and quack.py use only its autograd."""
+"""The backward of triton.py, which explains it. Other backends use it too, or only its autograd."""
 
 from collections.abc import Callable
 

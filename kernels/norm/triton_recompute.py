@@ -15,39 +15,41 @@ fp32: above 1024), or its weight is 0, then its dweight and all of dx are NaN. S
 why_nan() gives the reason. The bytes are as many as with triton.py, because the same kernels run.
 """
 
-import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels.direct import custom_op
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.norm._triton_backward import backward, max_ratio, setup_context
+from kernels.norm import _triton_backward
+from kernels.norm._triton_backward import backward, max_ratio
 from kernels.norm.triton import apply_to_rows, empty_outputs, forward
 
 RUNS = "norm_(fwd|recompute)", "norm_bwd"
 FAMILY = "_norm_"
 
 
-def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    setup_context(ctx, inputs, output)
+def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    _triton_backward.setup_context(ctx, inputs, output)
     _, _, weight, bias, _ = inputs
     y, _, _, rstd = output
     ctx.save_for_backward(y, weight, bias, None, rstd)  # in place of the stream and its mean
 
 
-norm_recompute = custom_op("hotswap::norm_recompute", forward, empty_outputs, backward, _setup_context)
+norm_recompute = custom_op("hotswap::norm_recompute", forward, empty_outputs, backward, setup_context)
 
 
-def why_nan(weight: Tensor, bias: Tensor | None) -> str | None:
+def why_nan(weight: Tensor, bias: Tensor | None, op: str = "norm") -> str | None:
     """Return why these parameters make gradients NaN. Return None if they do not. Synchronises."""
-    limit, bias = max_ratio(weight.dtype), torch.zeros_like(weight) if bias is None else bias
-    count = int(((weight == 0) | ~(bias.abs() <= limit * weight.abs())).sum())
-    if not count:
+    limit, is_small = max_ratio(weight.dtype), weight == 0
+    if bias is not None:
+        is_small |= ~(bias.abs() <= limit * weight.abs())
+    if not (count := int(is_small.sum())):
         return None
+    small = "0" if bias is None else f"too small: 0, or |weight| < |bias| / {limit:g}"
     return (
-        f"norm=triton_recompute divides by the weights, and {count} of {len(weight)} are too small: 0, or |weight| < "
-        f"|bias| / {limit:g}; choose kernels.norm=triton"
+        f"{op}=triton_recompute divides by the weights, and {count} of {len(weight)} are {small}; choose "
+        f"kernels.{op}=triton"
     )
 
 

@@ -146,8 +146,8 @@ def _rope_bwd_kernel(
 ):
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     columns = tl.arange(0, BLOCK_D)
-    is_query, is_key = heads < HEADS - 2 * KV_HEADS, heads < HEADS - KV_HEADS  # is_key: or a query
-    turns = is_key[None, :, None]
+    is_query, is_rotated = heads < HEADS - 2 * KV_HEADS, heads < HEADS - KV_HEADS
+    turns = is_rotated[None, :, None]
     dtype: tl.constexpr = dx_ptr.dtype.element_ty
     dw_left = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     dw_right = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
@@ -188,7 +188,7 @@ def _rope_bwd_kernel(
     if partial_ptr is not None:
         row = (first * tl.num_programs(1) + tl.program_id(1)) * 2
         for i in tl.static_range(2):
-            these = (is_query if i == 0 else is_key & ~is_query)[:, None]
+            these = (is_query if i == 0 else is_rotated & ~is_query)[:, None]
             target = partial_ptr + (row + i) * (2 * HALF) + columns
             tl.store(target, tl.sum(tl.where(these, dw_left, 0.0), 0), columns < HALF)
             tl.store(target + HALF, tl.sum(tl.where(these, dw_right, 0.0), 0), columns < HALF)

@@ -1,17 +1,18 @@
-"""The rotary positions of triton.py, whose norm starts its backward from the output: autograd need not save the input.
+"""Rotary positions with a backward that recomputes the norm from the output, so autograd does not save the input.
 
 With the norms of queries and keys, autograd saves the packed tensor for triton.py, 3 C numbers a token. The output is
 in memory anyway, because attention saves it for its own backward. From the output the backward can recompute xhat:
 
     turned back, the output is xhat weight    so    xhat = (turned back) / weight
 
-Besides the output it needs only rstd, 4 bytes for each query and key. In bf16 that saves 4.5 KB a token of each layer
-at C = 768: a sixth of the activations of modern_124m. Without the norms triton.py saves nothing, and this is the same.
+Besides the output it needs only rstd, 4 bytes for each query and key. In bf16 that saves 4.5 KB a token and layer at
+C = 768: a sixth of the activations of modern_124m. Without norms there is nothing to save, and this is triton.py.
 
 The price is rounding, as in kernels/norm/triton_recompute.py. Rounding moves each channel of a pair by up to 2^-8 of
-the larger one, and turning back mixes the two. So xhat moves by 2^-8 of the ratio of the pair's weights. Beyond a ratio
-of 16 (in fp32 1024), or if a weight is 0, the gradients of that head's input and weight are NaN. The optimizer then
-refuses the step, and why_nan() gives the reason. The bytes are as many as with triton.py, because the same kernels run.
+itself, and turning back mixes the two. So xhat moves by up to sqrt(2) 2^-8 times the pair's larger |xhat|, times the
+ratio of the pair's weights. If a ratio is beyond 16 (in fp32 1024), or a weight is 0, then its dweight is NaN, and so
+is all of dx of the queries, or of the keys. The optimizer then refuses the step, and why_nan() gives the reason. The
+kernels are those of triton.py, and move as many bytes besides rstd.
 """
 
 import torch
@@ -23,7 +24,10 @@ from kernels.gpu import check_dtypes
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.norm._triton_backward import max_ratio
-from kernels.rope.triton import FAMILY, RUNS, _rope_fwd_kernel, backward, choose_launch, rope_fwd  # noqa: F401
+from kernels.rope.triton import _rope_fwd_kernel, backward, choose_launch, rope_fwd
+
+RUNS = "^_rope_fwd_kernel|::rope_(fwd|recompute)", "^_rope_bwd_kernel|::rope_bwd"
+FAMILY = "_rope_"
 
 
 def launch_forward(

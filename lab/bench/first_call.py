@@ -1,8 +1,8 @@
 """Time a backend's first call in a new process with empty compile caches: the wait before the first step.
 
 The clock runs from the import of the backend, with the packages that it needs, to the end of one forward and backward.
-Before it come PyTorch's import, the CUDA context and a first matmul. The process forks from a server that has imported
-PyTorch, but neither Triton nor Inductor. The driver keeps its own cache.
+The time excludes PyTorch's import, the CUDA context and a first matmul. The process forks from a server that has
+imported PyTorch, but neither Triton nor Inductor. The driver keeps its own cache.
 """
 
 import os
@@ -25,12 +25,11 @@ from lab.bench.op import (
 )
 from lab.bench.probe import Worker, failed_status, print_to
 from runtime.device import select_device
+from runtime.folders import cache_variables
 from runtime.timing import synchronize
 
 LIMIT = 300.0  # seconds of one first call
 PRELOAD = ["lab.bench.first_call"]
-# NAME_CACHE_DIR is the variable for the folder of each compile cache
-CACHES = "TORCHINDUCTOR", "TRITON", "FLASH_ATTENTION_CUTE_DSL", "CUTE_DSL", "QUACK", "TILELANG", "CUDA_TILE"
 
 
 class FirstCall(NamedTuple):
@@ -70,10 +69,9 @@ def send_seconds(pipe: Connection, calls: list[FirstCall], device: torch.device,
     print_to(log)
     os.chdir(folder)
     [call] = calls
-    for name in CACHES:
-        os.environ[f"{name}_CACHE_DIR"] = str(Path(call.caches, name.lower()))
+    os.environ |= cache_variables(Path(call.caches))
     try:
-        pipe.send(f"ok: {seconds_of(call, select_device(str(device)))}")
+        pipe.send(f"ok: {time_first_call(call, select_device(str(device)))}")
     except Unavailable as reason:
         pipe.send(f"unavailable: {reason}")
     except Exception as error:
@@ -81,7 +79,7 @@ def send_seconds(pipe: Connection, calls: list[FirstCall], device: torch.device,
         raise
 
 
-def seconds_of(call: FirstCall, device: torch.device) -> float:
+def time_first_call(call: FirstCall, device: torch.device) -> float:
     """Return the seconds of the call. Raises Unavailable if the backend cannot take it."""
     module, dtype = contract(call.op), DTYPES[call.dtype]
     square = torch.ones(128, 128, dtype=dtype, device=device, requires_grad=True)

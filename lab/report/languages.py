@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tabulate import tabulate
 
-from kernels.names import decoders_alone, languages, languages_alone
+from kernels.names import decoding_overrides, languages, training_overrides
 from lab.report.describe import commit
 from lab.report.rungs import check_tables, lines_cell, newest_runs, title, what_computes
 from lab.report.tables import markdown_table, markdown_text, rate_cell
@@ -26,18 +26,19 @@ SHAPES = {
 }
 NONE = "none"  # the cell of a language without such a kernel
 # The file of rows -> {language: the words of its step}, and the columns of its table
-KINDS: dict[str, tuple[Callable, dict[str, Cell]]] = {
-    "train": (languages_alone, {name: table.TRAINING[name] for name in ("peak GiB", "first step", "loss")}),
-    "generate": (decoders_alone, {name: table.GENERATION[name] for name in ("peak GiB", "start")}),
+STEP_TABLES: dict[str, tuple[Callable, dict[str, Cell]]] = {
+    "train": (training_overrides, {name: table.TRAINING[name] for name in ("peak GiB", "first step", "loss")}),
+    "generate": (decoding_overrides, {name: table.GENERATION[name] for name in ("peak GiB", "start")}),
 }
 LEGEND = """\
 A cell of kernels has the backend; its milliseconds, forward / both ways; their share of the floor, a copy of the op's
 bytes or its bare matmuls (attention and muon have no floor); the largest error against float64; the seconds of the
 first call; and the lines of kernel code, 0 if PyTorch or a library has the kernels. If a language has several backends
-of an op, the cell shows the fastest. "none": the language has no such kernel here. A first call is of a process of its
-own with empty compile caches. It lasts from the import of the backend to the end of one forward and backward; PyTorch's
-import and a first matmul come before it. The inputs of an op are 65,536 tokens, four times as many for norm and
-rms_norm, and half for loss and for GPT-2's attention. adamw has all weights, and muon the weights `c_fc` of 12 blocks.
+of an op, the cell shows the fastest. "none": the language has no such kernel here. `flash` is in CuTe DSL in version 4,
+and in CUDA C++ before: the cell says which ran. Each first call runs in a new process with empty compile caches, from
+the import of the backend to the end of one forward and backward. It excludes PyTorch's import and a first matmul. The
+inputs of an op are 65,536 tokens, four times as many for norm and rms_norm, and half for loss and for GPT-2's
+attention. adamw has all weights, and muon the weights `c_fc` of 12 blocks.
 
 In a step, PyTorch computes the ops that the language lacks, and `kernels=gluon` takes Triton for them. A language
 without a line has no kernel of such a step. The first step compiles all kernels, and the loss is of the last step."""
@@ -70,24 +71,26 @@ class Notes:
 def language_tables(device: str) -> str:
     """Return the tables and a legend. Raises UserError if the newest rows are not of one sitting."""
     kernels = newest_rows(read_rows(device, "kernels"))
-    steps = {model: [newest_steps(device, kind, model) for kind in KINDS] for model in SHAPES}
+    steps = {model: [newest_steps(device, kind, model) for kind in STEP_TABLES] for model in SHAPES}
     measured = [{" ".join(key): row for key, row in kernels.items()}]
     measured += [{words: runs[-1] for words, runs in each.items() if runs} for pair in steps.values() for each in pair]
     if not any(measured):
         return f"Not measured yet: `{MEASURE}`."
     check_tables(device, "rows of languages", MEASURE, measured)
-    refused = [row for row in kernels.values() if row["status"] != "ok"]
     parts, notes = [], Notes()
     for model, shapes in SHAPES.items():
+        refused = [row for key, row in kernels.items() if row["status"] != "ok" and key[:2] in shapes.items()]
         parts += [f"Kernels at the shapes of `model={model}`, in bf16:", kernel_table(shapes, kernels, notes)]
-        for (alone, columns), runs, what in zip(KINDS.values(), steps[model], ("Training", "Decoding"), strict=True):
+        for (overrides, columns), runs, what in zip(
+            STEP_TABLES.values(), steps[model], ("Training", "Decoding"), strict=True
+        ):
             rows = [row for each in runs.values() for row in each]
             row = next(filter(speed, rows), None)
             parts.append(
                 title(row) if row else f"{what} `model={model}`: {'no run has a speed' if rows else 'not measured'}."
             )
             if rows:
-                parts.append(step_table(alone(), runs, columns, refused, notes))
+                parts.append(step_table(overrides(), runs, columns, refused, notes))
     return "\n\n".join([*parts, *filter(None, [notes.text()]), LEGEND, sitting(device, measured)])
 
 
@@ -100,9 +103,12 @@ def newest_rows(rows: list[dict]) -> dict[tuple[str, str, str], dict]:
 
 
 def newest_steps(device: str, kind: str, model: str) -> dict[str, list[dict]]:
-    """Return the words of a language -> its newest run with this model and those of its sitting: `kind` is of KINDS."""
+    """Return the words of a language -> its newest run with this model and the runs of its sitting.
+
+    `kind` is of STEP_TABLES.
+    """
     rows = [row for row in read_rows(device, kind) if f"model={model}" in shlex.split(row["command"])]
-    return newest_runs(rows, {" ".join(words): None for words in KINDS[kind][0]().values()})
+    return newest_runs(rows, {" ".join(words): None for words in STEP_TABLES[kind][0]().values()})
 
 
 def kernel_table(shapes: dict[str, str], rows: dict[tuple[str, str, str], dict], notes: Notes) -> str:
@@ -132,10 +138,10 @@ def figures(row: dict) -> str:
     share = f", {row['both/of_floor']:.0%}" if row["both/of_floor"] else ""
     first = f"{row['first_call_s']:.2g} s" if row.get("first_call_s") else "no first call"
     error = max(row["error/out"], row["error/gradients"])
-    return f"{ran(row)} {times}{share}<br>{error:.1e}, {first}, {row['lines']:,} lines"
+    return f"{backend_cell(row)} {times}{share}<br>{error:.1e}, {first}, {row['lines']:,} lines"
 
 
-def ran(row: dict) -> str:
+def backend_cell(row: dict) -> str:
     """Return the backend, and what it ran in it without versions: "`sdpa` (cudnn)", "`mlp` (cuBLAS matmuls)"."""
     parts = [markdown_text(part) for part in executed_parts(row) if not PACKAGE.match(part)]
     return f"`{row['impl']}`" + (f" ({', '.join(parts)})" if parts else "")
@@ -147,18 +153,18 @@ def executed_parts(row: dict) -> list[str]:
 
 
 def step_table(
-    alone: dict[str, list[str]],
+    overrides: dict[str, list[str]],
     runs: dict[str, list[dict]],
     columns: dict[str, Cell],
     refused: list[dict],
     notes: Notes,
 ) -> str:
-    """Return a line for each language of `alone`, which gives its words: what computes, tokens/s, and these columns.
+    """Return a line for each language of `overrides`: what computes, tokens/s, and these columns.
 
     A job that a backend refuses leaves no row in results/, but `refused` has the benchmark's rows without times.
     """
     lines = []
-    for language, words in alone.items():
+    for language, words in overrides.items():
         each, why, chosen = runs[" ".join(words)], "not measured", [word.partition("=")[2] for word in words]
         row = shown_run(each) if each else {"status": "not measured"}
         if each and not speed(row):
@@ -166,8 +172,8 @@ def step_table(
         elif not each and (other := next((other for other in refused if other["impl"] in chosen), None)):
             why = notes.cell(other["status"], f"{other['op']}={other['impl']}")
         cells = [what_computes(row), lines_cell(row), rate_cell(row)] if speed(row) else ["", "", why]
-        figures = [cell(row) if speed(row) else "" for cell in columns.values()]
-        lines.append([language, f"`{' '.join(words)}`", *cells, *figures])
+        others = [cell(row) if speed(row) else "" for cell in columns.values()]
+        lines.append([language, f"`{' '.join(words)}`", *cells, *others])
     head = ["language", "words", "what computes", "kernel lines", "tokens/s (p20 to p80)", *columns]
     return markdown_table(head, lines)
 

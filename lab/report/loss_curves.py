@@ -97,11 +97,11 @@ def with_reference(runs: list[Curve]) -> list[tuple[Curve, Curve]]:
 
 
 def by_choice(runs: list[Curve]) -> dict[str, list[Curve]]:
-    """Return the name of a choice -> its complete runs, one of each seed."""
-    choices: dict[str, list[Curve]] = {}
+    """Return the name of a choice -> its complete runs, the newest of each seed."""
+    choices: dict[str, dict[int, Curve]] = {}
     for run in (run for run in runs if run.row["status"] == "ok"):
-        choices.setdefault(label(run.row), []).append(run)
-    return choices
+        choices.setdefault(label(run.row), {})[run.seed] = run
+    return {name: [*seeds.values()] for name, seeds in choices.items()}
 
 
 def gaps(run: Curve, first: Curve) -> dict[int, float]:
@@ -109,18 +109,24 @@ def gaps(run: Curve, first: Curve) -> dict[int, float]:
     return {step: run.losses[step] - first.losses[step] for step in sorted(run.losses.keys() & first.losses.keys())}
 
 
-def alike(device: str) -> str:
+def agreement(device: str) -> str:
     """Return the picture and the table of the choices that trained with the same seeds, beside the first choice.
 
-    The rows are of results/DEVICE-alike, or as long as it is missing, of results/DEVICE. The band is the lowest and the
+    The rows are in results/DEVICE-agreement; if it has no curves, in results/DEVICE. The band is the lowest and the
     highest loss of the first choice's seeds at a step: a choice is in it if its mean over the seeds is.
     """
-    folder = f"{device}-alike" if curves(f"{device}-alike") else device
+    folder = f"{device}-agreement" if curves(f"{device}-agreement") else device
     choices = by_choice(curves(folder))
     if not choices:
-        return "Not measured yet: `scripts/measure.sh alike`."
+        return "Not measured yet: `scripts/measure.sh agreement`."
     reference = next(iter(choices.values()))
-    head = ["choice", "seeds", "last validation loss", f"from {label(reference[0].row)}: mean, largest", "in its band"]
+    head = [
+        "choice",
+        "seeds",
+        "last validation loss",
+        f"from {label(reference[0].row)}: mean, largest",
+        "in the seeds' band",
+    ]
     lines = []
     for name, runs in choices.items():
         pairs = [(run, first) for run in runs for first in reference if run.seed == first.seed]
@@ -130,7 +136,7 @@ def alike(device: str) -> str:
         lines.append([name, ", ".join(str(run.seed) for run in runs), last, gap, band_cell(runs, reference)])
     row = reference[0].row
     where = f"{row['steps']} steps on {sitting_text(row)}."
-    where += "" if len(reference) > 1 else " One seed has no band: `scripts/measure.sh alike` trains three."
+    where += "" if len(reference) > 1 else " One seed has no band: `scripts/measure.sh agreement` trains three."
     return f"![losses of each choice]({folder}/curves.png)\n\n{where}\n\n{markdown_table(head, lines)}"
 
 
@@ -181,14 +187,14 @@ def long_runs(device: str) -> str:
 
 
 def optimizers(device: str) -> str:
-    """Return the figure and the table of a folder with AdamW's and Muon's runs; "" without runs of both.
+    """Return the figure and the table of a folder with AdamW's and Muon's runs, if it has both.
 
     The table has means over the seeds. The loss to reach is the last one of AdamW in bf16 with the same seed.
     """
     choices = by_optimizer([run for run in curves(device) if run.validation])
     baselines = {run.seed: run for run in choices.get(("bf16", "AdamW"), [])}
     if len({optimizer for _, optimizer in choices}) < 2 or not baselines:
-        return ""
+        return "Not measured yet."
     head = ["precision", "optimizer", "seeds", "last validation loss", "tokens/s", "million tokens to AdamW's loss"]
     lines = []
     for choice, runs in choices.items():
@@ -219,9 +225,9 @@ def reach_cells(runs: list[Curve], baselines: dict[int, Curve]) -> list[str]:
     steps = [run.steps_to(base.last) for run, base in pairs]
     if not pairs or None in steps:
         return [f"{len(pairs) - steps.count(None)} of {len(pairs)} seeds reach it", "", "", ""]
-    own_steps = mean(base.steps_to(base.last) for _, base in pairs)
+    baseline_steps = mean(base.steps_to(base.last) for _, base in pairs)
     millions = runs[0].row["config"]["train"]["tokens_per_step"] / 1e6
-    cells = [f"{mean(steps) * millions:.1f}", f"{mean(steps) / own_steps:.2f}"]
+    cells = [f"{mean(steps) * millions:.1f}", f"{mean(steps) / baseline_steps:.2f}"]
     minutes = [(run.minutes_to(base.last), base.minutes_to(base.last)) for run, base in pairs]
     if any(None in pair for pair in minutes):
         return [*cells, "", ""]

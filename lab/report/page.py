@@ -23,8 +23,8 @@ from lab.report.language_panel import language_panels
 from lab.report.panels import choice_panels, draw_speeds
 from lab.report.plot import plotly
 from lab.report.presets import preset_of
+from lab.report.recommendations import LADDER, recommendations
 from lab.report.source import ReportSource, StoredRow, make_source, read_lines
-from lab.report.take import LADDER, takes
 from runtime import trackers
 from runtime.config import UserError, check
 from runtime.trackers import LoggerConfig
@@ -106,7 +106,7 @@ def render_page(source: ReportSource) -> str:
     return jinja.get_template("page.html.j2").render(
         name=source.folder.resolve().name,
         filters={"Preset": sorted(presets - {""}), "Precision": sorted(precisions - {""})},
-        takes=takes(source.measured),
+        recommendations=recommendations(source.measured),
         ladder_columns=LADDER,
         panels=panels,
         notes=notes(source),

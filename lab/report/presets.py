@@ -62,8 +62,10 @@ def millions(count: int) -> str:
 def differing_fields(model: dict, preset: str) -> dict:
     """Return {field: value} of a row's config.model where it differs from the preset, without TABLES.
 
-    An old row lacks the newer fields: its model had the defaults.
+    An old row lacks the newer fields: its model had the defaults. A row without any has no differences.
     """
+    if not model:
+        return {}
     fields, model = presets()[preset], defaults() | model
     return {key: value for key, value in model.items() if key not in TABLES and value != fields.get(key)}
 

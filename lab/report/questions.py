@@ -1,4 +1,4 @@
-"""The first tables of results/README.md: which choice is fastest, which needs least memory, how long, how fast?
+"""The first tables of results/README.md: which choice is fastest, which is leanest, how long a context, how fast it is.
 
 Each has at most five rows and five columns, and a bar chart. They read a device's folders in results/: `h200`, and
 those whose names start with `h200-`. The question whether choices train alike is in loss_curves.py.
@@ -7,12 +7,15 @@ A column of training is a model. Its rows are of one sitting: one GPU, one commi
 the one with the most choices counts, and of these the newest.
 """
 
+import re
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lab import rows as results
 from lab.report.colours import CHOICE_COLOURS, assign_colours
 from lab.report.describe import commit, kernels_cell
+from lab.report.peers import rounds_on_purpose
 from lab.report.plot import Figure, Point, Series, figure
 from lab.report.png import draw_figures
 from lab.report.rungs import DECODING, MODEL, model_word, newest_runs, rung_rows, title
@@ -20,7 +23,7 @@ from lab.report.tables import columns_table, markdown_table, markdown_text, rati
 from lab.sweep.compare import peer_name, ratio
 from lab.sweep.table import PEAK, Cell, median_speed, number_cell, shown_run, speed, speed_cell, token_ms_cell
 
-MOST = 5  # rows, and columns
+MOST = 5  # rows, and models
 SMALLEST = 1e8  # parameters: a model of a few million measures the host
 # (kernels_cell(), attention, precision) -> the name of the choice in these tables
 CHOICES = {
@@ -30,16 +33,24 @@ CHOICES = {
     ("gluon", "gluon", "bf16"): "gluon",
     ("gluon+triton", "gluon", "fp8"): "gluon, fp8",
 }
+LEAN = "gluon, recomputing norms"
+# Choices that mix backends, by the words of their commands; their kernels differ with the model's ops
+MIXED = {
+    "attn=gluon kernels.loss=triton kernels=gluon precision=fp8": "gluon, fp8",
+    "attn=gluon kernels.rms_norm=triton_recompute kernels.rope=triton_recompute kernels=gluon precision=bf16": LEAN,
+}
 BASELINE = "torch.compile"
 NOT_MEASURED = "Not measured yet: `scripts/measure.sh ladder`."
-COLOURS = dict(zip(CHOICES.values(), CHOICE_COLOURS, strict=False))
+NAMES = list(dict.fromkeys([*CHOICES.values(), *MIXED.values()]))
+COLOURS = dict(zip(NAMES, CHOICE_COLOURS, strict=False))
 Runs = dict[str, list[dict]]  # name of a choice -> its runs of a sitting
 
 
 def label(row: dict) -> str:
-    """Return the name of a row's choice in CHOICES; without one, its kernels, attention and precision."""
+    """Return the name of a row's choice in CHOICES or MIXED; without one, its kernels, attention and precision."""
     key = kernels_cell(row), row["config"]["attn"]["impl"], row["config"]["precision"]
-    return CHOICES.get(key, ", ".join(key))
+    words = [word for word in shlex.split(row.get("command", "")) if re.match(r"kernels\b|attn|precision", word)]
+    return CHOICES.get(key) or MIXED.get(" ".join(sorted(words)), ", ".join(key))
 
 
 def folders(device: str) -> list[str]:
@@ -50,9 +61,17 @@ def folders(device: str) -> list[str]:
 
 def sitting(folder: str, row: dict) -> tuple:
     """Return what the rows of a column have in common, the model first."""
-    train, env = row["config"]["train"], row["env"]
-    sizes = train["batch_size"], train["block_size"], train["tokens_per_step"]
-    return model_word(row), folder, sizes, env.get("git_commit"), env.get("gpu")
+    env, other = (
+        row["env"],
+        [word for word in shlex.split(row["command"]) if re.match(r"(model\.|optim|parallel)", word)],
+    )
+    return model_word(row), folder, batch(row), tuple(other), env.get("git_commit"), env.get("gpu")
+
+
+def batch(row: dict) -> str:
+    """Return the sequences and tokens of a step: "64 x 1024"."""
+    train = row["config"]["train"]
+    return f"{train['tokens_per_step'] // train['block_size']} x {train['block_size']}"
 
 
 def columns(device: str) -> dict[str, Runs]:
@@ -61,18 +80,18 @@ def columns(device: str) -> dict[str, Runs]:
     for folder in folders(device):
         for row in results.read_rows(folder):
             peer, wanted = peer_name(row), row.get("parameters", 0) >= SMALLEST and row.get("world_size", 1) == 1
-            if wanted and not row["config"]["train"]["eval_every"] and (peer or label(row) in CHOICES.values()):
+            if wanted and not row["config"]["train"]["eval_every"] and (peer or label(row) in NAMES):
                 sittings.setdefault(sitting(folder, row), {}).setdefault(peer or label(row), []).append(row)
     best: dict[str, Runs] = {}
     for (model, *_), runs in sittings.items():
         if measured(runs) and (model not in best or rank(runs) > rank(best[model])):
             best[model] = runs
-    return dict(sorted(best.items(), key=lambda item: first_row(item[1])["parameters"])[: MOST - 1])
+    return dict(sorted(best.items(), key=lambda item: first_row(item[1])["parameters"])[:MOST])
 
 
 def measured(runs: Runs) -> list[str]:
     """Return the choices of this repo that have a speed."""
-    return [name for name in CHOICES.values() if any(map(speed, runs.get(name, ())))]
+    return [name for name in NAMES if any(map(speed, runs.get(name, ())))]
 
 
 def rank(runs: Runs) -> tuple:
@@ -87,20 +106,22 @@ def training_table(
     device: str,
     name: str,
     alt: str,
+    choices: list[str],
     value: Callable[[list[dict]], float],
     cell: Callable[[list[dict], Runs], str],
 ) -> str:
-    """Return a picture, where it was measured, and a table: a line for each choice, and a column for each model.
+    """Return a picture, where it was measured, and a table: a line for each of `choices`, and a column for each model.
 
     `name` is the picture's file, and `alt` its text. `value` is of a choice's runs, higher if better. The best cell of
     a column is bold.
     """
     found, lines = columns(device), []
-    best = {model: max(measured(runs), key=lambda name: value(runs[name])) for model, runs in found.items()}
-    for choice in CHOICES.values():
+    shown = {model: [choice for choice in measured(runs) if choice in choices] for model, runs in found.items()}
+    best = {model: max(names, key=lambda name: value(found[model][name])) for model, names in shown.items() if names}
+    for choice in choices:
         cells = []
         for model, runs in found.items():
-            if choice in measured(runs):
+            if choice in shown[model]:
                 text = cell(runs[choice], runs)
                 cells.append(f"**{text}**" if choice == best[model] else text)
             else:
@@ -116,13 +137,13 @@ def answer(device: str, name: str, alt: str, where: str, table: str) -> str:
 
 
 def place(found: dict[str, Runs]) -> str:
-    """Return a sentence: the GPU, the commit and the date, of each column if they differ."""
+    """Return a sentence: the batch, the GPU, the commit and the date, of each column if they differ."""
     rows = {model: first_row(runs) for model, runs in found.items()}
-    times = {model: sitting_text(row) for model, row in rows.items()}
+    times = {model: f"{batch(row)} tokens a step on {sitting_text(row)}" for model, row in rows.items()}
     if len(set(times.values())) <= 1:
-        return f"On {next(iter(times.values()), '')}."
+        return f"{next(iter(times.values()), '')}."
     columns = "; ".join(f"`{model}`: {time}" for model, time in times.items())
-    return f"A column is of one sitting, so compare within a column. {columns}."
+    return f"All rows of a column were measured in one sitting: compare within a column. {columns}."
 
 
 def sitting_text(row: dict) -> str:
@@ -143,7 +164,8 @@ def fastest(device: str) -> str:
     def cell(own: list[dict], runs: Runs) -> str:
         return f"{median_speed(own):,.0f}{of_baseline(own, runs.get(BASELINE, []))}"
 
-    parts = training_table(device, "fastest", "tokens/s of each choice", median_speed, cell), peers(device)
+    choices = [name for name in NAMES if name != LEAN]
+    parts = training_table(device, "fastest", "tokens/s of each choice", choices, median_speed, cell), peers(device)
     return "\n\n".join(filter(None, parts))
 
 
@@ -153,12 +175,12 @@ def peers(device: str) -> str:
     for model, runs in columns(device).items():
         exact = [name for name in measured(runs) if "fp8" not in name]
         for name, others in runs.items():
-            if exact and name not in CHOICES.values() and any(map(speed, others)):
+            if exact and name not in NAMES and any(map(speed, others)):
                 ours = max(exact, key=lambda own: median_speed(runs[own]))
-                precision = shown_run(others)["config"]["precision"]
+                precision, ratio_text = shown_run(others)["config"]["precision"], of_baseline(runs[ours], others)
                 lines.append(
                     f"- `{model}`: {markdown_text(name)} in {precision} reaches {median_speed(others):,.0f} tokens/s "
-                    f"and {peak(others):.1f} GiB; {ours}{of_baseline(runs[ours], others)}"
+                    f"and {peak(others):.1f} GiB; {ours} is {ratio_text.removeprefix(', ')} as fast"
                 )
     return "\n".join(lines)
 
@@ -175,7 +197,8 @@ def memory(device: str) -> str:
         base = runs.get(BASELINE)
         return f"{peak(own):.1f} GiB" + (f", {peak(own) / peak(base):.2f}x" if base and own is not base else "")
 
-    return training_table(device, "memory", "peak GiB of each choice", lambda runs: -peak(runs), cell)
+    choices = [name for name in NAMES if "fp8" not in name]  # fp8 needs 1% less than bf16
+    return training_table(device, "memory", "peak GiB of each choice", choices, lambda runs: -peak(runs), cell)
 
 
 def searches(device: str) -> list[dict]:
@@ -186,9 +209,14 @@ def searches(device: str) -> list[dict]:
 
 
 def search_label(row: dict) -> str:
-    """Return "checkpointing=block", or without checkpoints the kernels; and the model if it is not GPT-2 124M."""
-    checkpointing = row["config"]["model"].get("checkpointing") or "none"
-    name = kernels_cell(row) if checkpointing == "none" else f"checkpointing={checkpointing}"
+    """Return "checkpointing=block", or without checkpoints the kernels, the attention and pos=rope.
+
+    Then the model, if it is not GPT-2 124M.
+    """
+    config, fields = row["config"], row["config"]["model"]
+    checkpointing, rope = fields.get("checkpointing") or "none", ", rope" if fields.get("pos") == "rope" else ""
+    own = f"{kernels_cell(row)}, {config['attn']['impl']}{rope}"
+    name = own if checkpointing == "none" else f"checkpointing={checkpointing}"
     model = model_word(row)
     return name if model == MODEL else f"{name}, {model}"
 
@@ -198,9 +226,9 @@ def longest_t(row: dict) -> int:
 
 
 def seconds_cell(row: dict) -> str:
-    """Return the seconds of a step with full attention; "by shorter ones" says that they are extrapolated."""
+    """Return the seconds of a step with full attention, which may be extrapolated from shorter sequences."""
     if full := row.get("context/train/seconds_of_full_attention"):
-        return f"{full:,.0f}, by shorter ones"
+        return f"{full:,.0f} (extrapolated)"
     return f"{row['context/train/seconds']:,.0f}"
 
 
@@ -234,7 +262,7 @@ def decoders(device: str) -> Runs:
 def decoder_label(row: dict) -> str:
     decode = row["config"]["kernels"].get("decode", "blocks")
     name = label(row) if decode == "blocks" else decode
-    return f"{name} (rounds the weights)" if (row.get("proof") or {}).get("why") else name
+    return f"{name} (rounds the weights)" if rounds_on_purpose(row) else name
 
 
 def decoding(device: str) -> str:

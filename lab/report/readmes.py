@@ -15,7 +15,7 @@ from lab.report.bench_panels import draw_attention, draw_roofline
 from lab.report.compiled_table import compiled
 from lab.report.course import course
 from lab.report.languages import language_tables
-from lab.report.loss_curves import alike, draw_curves, long_runs, optimizers
+from lab.report.loss_curves import agreement, draw_curves, long_runs, optimizers
 from lab.report.max_context_table import max_context
 from lab.report.peers import peers
 from lab.report.questions import decoding, draw_questions, fastest, longest, memory
@@ -29,7 +29,7 @@ SECTIONS: dict[str, Callable[[str], str]] = {
     "memory": memory,
     "longest": longest,
     "decoding": decoding,
-    "alike": alike,
+    "agreement": agreement,
     "course": course,
     "languages": language_tables,
     "peers": peers,

@@ -91,7 +91,9 @@ def generation(device: str) -> str:
         "attn": attention_cell,
     }
     rows = results.read_rows(device, "generate")
-    return session_tables(rows, title, columns, "decode tokens/s (p20 to p80)", {"commit": commit})
+    return (
+        session_tables(rows, title, columns, "decode tokens/s (p20 to p80)", {"commit": commit}) or "Not measured yet."
+    )
 
 
 def session_tables(

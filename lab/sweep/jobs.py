@@ -31,7 +31,7 @@ from runtime.checkpoint import checkpoint_folders, read_manifest
 from runtime.command import program
 from runtime.config import UserError, check
 from runtime.console import progress_bar
-from runtime.folders import explain_unwritable
+from runtime.folders import cache_variables, explain_unwritable
 from runtime.row import KILLED, UNFINISHED, read_known_row, read_row, write_row
 from runtime.signals import Signals, describe_exit
 
@@ -117,8 +117,7 @@ class SweepJob:
         if self.gpu:
             variables["CUDA_VISIBLE_DEVICES"] = self.gpu
         if self.caches:
-            for name in ("TORCHINDUCTOR", "TRITON", "FLASH_ATTENTION_CUTE_DSL"):
-                variables[f"{name}_CACHE_DIR"] = str(self.caches.resolve() / name.lower())
+            variables |= cache_variables(self.caches.resolve())
         return variables
 
     def poll(self, minutes: float | None) -> bool:

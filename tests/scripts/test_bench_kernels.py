@@ -47,11 +47,12 @@ def test_the_kept_rows_have_first_calls_lines_and_reasons(called, monkeypatch, t
 
     monkeypatch.setattr(bench_kernels, "first_call", first_call)
     monkeypatch.setattr(bench_kernels, "measure", measure)
-    words = "op=norm", "shape=narrow", "dtype=float32", "rounds=1", "first_call=true", "keep=true", "beside=mine"
+    words = "op=norm", "shape=narrow", "dtype=float32", "rounds=1", "first_call=true", "keep=true", "suffix=mine"
     code, out, _ = called("bench_kernels.py", bench_kernels.main, *words)
     assert code == 0
     assert calls == [*(impl for impl in impls("norm") if impl != "quack"), "compile"]
-    rows = {row["impl"]: row for row in lab_rows.read_rows("mine", "kernels")}
+    [folder] = [path.name for path in lab_rows.RESULTS.glob("*-mine")]
+    rows = {row["impl"]: row for row in lab_rows.read_rows(folder, "kernels")}
     statuses = {impl: row["status"] for impl, row in rows.items()}
     reasons = absent | {"helion": "failed: no such tile", "liger": "unavailable: it takes no fp32"}
     assert statuses == {"eager": "ok", "triton": "ok"} | reasons
@@ -60,7 +61,7 @@ def test_the_kept_rows_have_first_calls_lines_and_reasons(called, monkeypatch, t
     assert rows["eager"]["first_call_s"] == 1.5
     assert "both/ms" not in rows["helion"]
     assert len({row["started"] for row in rows.values()}) == 1
-    assert kernel_benchmarks("mine").count("\n") == 3  # a head, a line, and the two that were timed
+    assert kernel_benchmarks(folder).count("\n") == 3  # a head, a line, and the two that were timed
 
 
 def test_a_cpu_measures_one_small_shape_by_default(called, monkeypatch, tmp_path):
@@ -94,7 +95,7 @@ def test_a_cpu_measures_one_small_shape_by_default(called, monkeypatch, tmp_path
         ("shape=huge", "shape=huge: norm has 124m, "),
         ("dtype=int8", "dtype=int8: choose bfloat16, float16, float32"),
         ("rounds=0", "rounds=0: it must be at least 1"),
-        ("beside=mine", "beside=mine has no effect: add keep=true"),
+        ("suffix=mine", "suffix=mine has no effect: add keep=true"),
     ],
 )
 def test_a_mistake_prints_one_line(called, arguments, message):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lab.bench.first_call import CACHES, absent_backends, first_call
+from lab.bench.first_call import absent_backends, first_call
+from runtime.folders import COMPILE_CACHES
 
 CPU = torch.device("cpu")
 SMALL = {"shape": (4, 8)}
@@ -38,9 +39,9 @@ def test_the_seconds_include_the_import_and_the_first_call(backend):
 
 def test_the_process_has_no_compiler_and_empty_caches(backend, monkeypatch, tmp_path):
     """Triton and Inductor are not imported yet, and no cache is the user's."""
-    for name in CACHES:
+    for name in COMPILE_CACHES:
         monkeypatch.setenv(f"{name}_CACHE_DIR", str(tmp_path))
-    line = f"assert not any(os.path.exists(os.environ[f'{{name}}_CACHE_DIR']) for name in {CACHES})"
+    line = f"assert not any(os.path.exists(os.environ[f'{{name}}_CACHE_DIR']) for name in {COMPILE_CACHES})"
     assert first_call("norm", backend(line), SMALL, "float32", CPU)[1] == "ok"
 
 

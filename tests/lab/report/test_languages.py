@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from kernels import names
-from kernels.names import ALL_OPS, TRAINING_OPS, by_language, decoders_alone, impls, languages, languages_alone
+from kernels.names import ALL_OPS, TRAINING_OPS, by_language, decoding_overrides, impls, languages, training_overrides
 from lab import rows as lab_rows
 from lab.proof.source_lines import kernel_lines
 from lab.report.language_panel import languages_figure
@@ -42,12 +42,12 @@ def step_row(language, model="gpt2_124m", scale=1.0, **facts):
     row = make_row("triton", "flash", "bf16", scale, parameters) | SITTING
     row["receipt"] |= {"lines": {"norm": 574, "attention": 0}}
     row["kernels"] = {"norm": "triton (triton 3.6.0)", "attention": "sdpa (cudnn, torch 2.11.0)", "compile": False}
-    words = f"{' '.join(languages_alone()[language])} model={model} precision=bf16 train.max_steps=30"
+    words = f"{' '.join(training_overrides()[language])} model={model} precision=bf16 train.max_steps=30"
     return row | {"command": f"python train.py +experiment=throughput {words} out_dir=out/languages/1"} | facts
 
 
 def decoding_row(language, model="gpt2_124m"):
-    words = f"{' '.join(decoders_alone()[language])} model={model} attn=sdpa precision=bf16"
+    words = f"{' '.join(decoding_overrides()[language])} model={model} attn=sdpa precision=bf16"
     row = make_generation_row() | SITTING | {"command": f"python -m scripts.generate {words}"}
     row["kernels"] = {"decode": "persistent (cuda 13.0, nvrtc)", "norm": "eager (torch 2.11.0)", "compile": False}
     row["receipt"] |= {"lines": {"decode": 1594}}
@@ -95,8 +95,8 @@ def test_a_backend_with_a_new_name_is_a_language(monkeypatch):
     monkeypatch.setattr(names, "impls", lambda op: [*impls(op), *new.get(op, [])])
     assert [*languages()][-2:] == ["tilelang", "cutile"]
     assert languages()["tilelang"] == {"norm": ["tilelang"], "mlp": ["tilelang", "tilelang_recompute"]}
-    assert languages_alone()["tilelang"] == ["kernels=tilelang", "attn=sdpa"]
-    assert decoders_alone()["cutile"] == ["kernels=eager", "kernels.decode=cutile"]
+    assert training_overrides()["tilelang"] == ["kernels=tilelang", "attn=sdpa"]
+    assert decoding_overrides()["cutile"] == ["kernels=eager", "kernels.decode=cutile"]
     keep([kernel_row("mlp", "tilelang_recompute", ms=2.0)])
     [kernels, *_] = tables(language_tables(FOLDER)).values()
     line = next(line for line in kernels if line["language"] == "tilelang")
@@ -104,13 +104,13 @@ def test_a_backend_with_a_new_name_is_a_language(monkeypatch):
     assert (line["norm"], line["loss"]) == ("not measured", "none")
 
 
-@pytest.mark.parametrize("words", [*languages_alone().values()], ids=" ".join)
+@pytest.mark.parametrize("words", [*training_overrides().values()], ids=" ".join)
 @pytest.mark.parametrize("model", SHAPES)
 def test_the_words_of_a_language_choose_its_backends(words, model):
     """What the language lacks is eager, or Triton's with Gluon."""
     cfg = config(f"model={model}", *(re.sub("^attn=", "attn.impl=", word) for word in words))
     chosen = {op: getattr(cfg.kernels, op) for op in names.OPS if op != "attention"}
-    language = next(name for name, each in languages_alone().items() if each == words)
+    language = next(name for name, each in training_overrides().items() if each == words)
     for op, impl in chosen.items():
         own = [name for name in by_language(op).get(language, []) if name != "compile"]
         assert impl == (own[0] if own else "triton" if language == "Gluon" and "triton" in impls(op) else "eager")
@@ -181,7 +181,7 @@ def test_the_steps_of_each_model_and_the_decoders_have_tables():
     assert lines["CuTe DSL"]["words"] == "`kernels=quack kernels.loss=liger_cute attn=flash`"
     assert lines["CuTe DSL"]["peak GiB"] == "18.7"
     lines = {line["language"]: line for line in found[f"Training 124M, {work}"]}
-    assert list(lines) == [*languages_alone()]
+    assert list(lines) == [*training_overrides()]
     assert lines["Triton"]["peak GiB"] == "18.7"
     assert re.fullmatch(r"\*\*5\d\d,\d{3}\*\* \(.+ to .+\)", lines["Triton"]["tokens/s (p20 to p80)"])
     assert (lines["Triton"]["kernel lines"], lines["Triton"]["first step"]) == ("574", "8.3 s")
@@ -191,7 +191,7 @@ def test_the_steps_of_each_model_and_the_decoders_have_tables():
     assert "1. `kernels=helion attn=sdpa`: rms_norm=helion cannot run here: it needs helion\n" in text
     lines = {line["language"]: line for line in found["Decoding 124M, 1 sequence, 128 tokens after a prompt of 128:"]}
     assert "Decoding `model=smollm2_135m`: not measured.\n\n" in text
-    assert list(lines) == [*decoders_alone()]
+    assert list(lines) == [*decoding_overrides()]
     assert lines["CUDA C++"]["kernel lines"] == "1,594"
 
 
@@ -233,7 +233,7 @@ def test_the_group_measures_what_the_tables_show(tmp_path):
     commands = [dict(word.split("=", 1) for word in shlex.split(line) if "=" in word) for line in lines]
     benches = {(words["op"], words["shape"]) for words in commands if "op" in words}
     assert benches == {column for shapes in SHAPES.values() for column in shapes.items()}
-    assert all(words["beside"] == FOLDER and words["first_call"] == "true" for words in commands if "op" in words)
+    assert all(words["suffix"] == "languages" and words["first_call"] == "true" for words in commands if "op" in words)
     sweeps = {(words["+sweep"], words["model"]) for words in commands if "+sweep" in words}
     assert sweeps == {(sweep, model) for sweep in ("languages", "decoding_languages") for model in SHAPES}
     assert sum("collect" in line for line in lines) == 1
@@ -245,9 +245,10 @@ def test_rows_of_the_benchmark_make_a_line(called, monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES["gpt2_124m"], "norm", "narrow")
     monkeypatch.setenv("HOTSWAP_COMMIT", "0" * 40)
     words = "op=norm", "shape=narrow", "dtype=float32", "rounds=2", "impl=[eager]", "keep=true", "first_call=true"
-    assert called("bench_kernels.py", bench_kernels.main, *words, f"beside={FOLDER}")[0] == 0
-    [row] = lab_rows.read_rows(FOLDER, "kernels")
-    [kernels, *_] = tables(language_tables(FOLDER)).values()
+    assert called("bench_kernels.py", bench_kernels.main, *words, "suffix=languages")[0] == 0
+    [folder] = [path.name for path in lab_rows.RESULTS.glob("*-languages")]
+    [row] = lab_rows.read_rows(folder, "kernels")
+    [kernels, *_] = tables(language_tables(folder)).values()
     line = next(line for line in kernels if line["language"] == "PyTorch")
     share, error = f"{row['both/of_floor']:.0%}", f"{max(row['error/out'], row['error/gradients']):.1e}"
     times = f"{row['forward/ms']:.3g} / **{row['both/ms']:.3g}**"
@@ -255,7 +256,7 @@ def test_rows_of_the_benchmark_make_a_line(called, monkeypatch, tmp_path):
     assert row["lines"] == kernel_lines({"norm": "eager"})["norm"] == 0
     assert {*SHAPES["gpt2_124m"], *SHAPES["smollm2_135m"]} <= {*TRAINING_OPS}
     assert json.loads(json.dumps(row)) == row
-    assert sys.modules["torch"].__version__ in language_tables(FOLDER)
+    assert sys.modules["torch"].__version__ in language_tables(folder)
 
 
 def test_the_panel_has_the_fastest_backend_of_each_language_in_the_newest_benchmark(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 
 from lab.report.colours import BACKEND_COLOURS, GREY, PART_COLOURS, contrast, text_on
 from lab.report.page import render_page, write_report
+from lab.report.recommendations import recommendations
 from lab.report.source import read_source
-from lab.report.take import takes
 from tests.lab.report.sample_rows import write_sweep
 from tests.lab.report.test_page import drawn_traces
 
@@ -90,7 +90,7 @@ def test_every_chart_is_also_a_table_of_what_the_filters_show(folder, open_page)
 
 @pytest.mark.exhaustive
 def test_the_page_opens_with_what_to_take_and_copies_its_command(folder, open_page):
-    tab, found = open_page(folder, 1100), takes(read_source(folder).measured)
+    tab, found = open_page(folder, 1100), recommendations(read_source(folder).measured)
     top = {id: tab.locator(f"#{id}").bounding_box()["y"] for id in ("take", "speed", "notes")}
     assert top["take"] < min(top["speed"], top["notes"])
     assert tab.locator("#take h3").all_inner_texts() == [take.title for take in found]

@@ -2,7 +2,7 @@
 
 from lab import rows as lab_rows
 from lab.report import questions
-from lab.report.questions import CHOICES, decoding, draw_questions, fastest, longest, memory
+from lab.report.questions import CHOICES, decoding, draw_questions, fastest, label, longest, memory
 from tests.lab.report.sample_rows import ENV, make_config, make_context_row, make_generation_row, make_row
 from tests.lab.report.test_report import cells
 
@@ -57,7 +57,7 @@ def test_a_column_is_the_sitting_with_the_most_choices_and_of_these_the_newest(r
         ["gluon", "600, 1.200x"],
         ["gluon, fp8", "**800, 1.600x**"],
     ]
-    assert "\n\nOn one H200, commit aaaaaaa, 2026-11-27.\n\n" in text
+    assert "\n\n64 x 1024 tokens a step on one H200, commit aaaaaaa, 2026-11-27.\n\n" in text
 
 
 def test_repeats_have_an_interval_and_columns_of_other_sittings_are_named(results):
@@ -71,8 +71,9 @@ def test_repeats_have_an_interval_and_columns_of_other_sittings_are_named(result
     assert head == ["choice", "gpt2_124m", "gpt2_350m"]
     assert gluon[1].startswith("600, 1.200x (1.19")
     assert [eager[2], compiled[2], triton[2], gluon[2], fp8[2]] == ["", "", "oom", "**200**", ""]
-    columns = "`gpt2_124m`: one H200, commit aaaaaaa, 2026-11-27; `gpt2_350m`: one H200, commit bbbbbbb, 2026-11-26."
-    assert f"\n\nA column is of one sitting, so compare within a column. {columns}\n\n" in text
+    columns = {"gpt2_124m": "aaaaaaa, 2026-11-27", "gpt2_350m": "bbbbbbb, 2026-11-26"}
+    places = [f"`{model}`: 64 x 1024 tokens a step on one H200, commit {where}" for model, where in columns.items()]
+    assert f"compare within a column. {'; '.join(places)}.\n\n" in text
 
 
 def test_memory_is_the_largest_peak_beside_torch_compiles(results):
@@ -84,8 +85,17 @@ def test_memory_is_the_largest_peak_beside_torch_compiles(results):
         "20.0 GiB",
         "12.0 GiB, 0.60x",
         "**10.0 GiB, 0.50x**",
-        "11.0 GiB, 0.55x",
     ]
+
+
+def test_a_choice_of_several_backends_is_known_by_its_words():
+    """Its kernels differ with the model: SwiGLU has no backend in Gluon."""
+    row = make_run("gluon, fp8", 1)
+    assert label(row) == "gluon, fp8"
+    row["config"]["kernels"] |= dict.fromkeys(("norm", "mlp", "loss"), "triton")
+    assert label(row) != "gluon, fp8"
+    row["command"] = "python train.py model=smollm2_135m precision=fp8 kernels=gluon kernels.loss=triton attn=gluon"
+    assert label(row) == "gluon, fp8"
 
 
 def test_another_system_of_the_sitting_stands_beside_our_fastest_exact_choice(results):
@@ -94,7 +104,7 @@ def test_another_system_of_the_sitting_stands_beside_our_fastest_exact_choice(re
     keep(results, "h200-rungs", [make_run("torch.compile", 480, gib=30.0, peer=name)])
     keep(results, "h200-rungs", [make_run("torch.compile", 1, peer=name, commit="b")])
     *_, line = fastest("h200").splitlines()
-    assert line == f"- `gpt2_124m`: {name} in bf16 reaches 480 tokens/s and 30.0 GiB; gluon, 1.250x"
+    assert line == f"- `gpt2_124m`: {name} in bf16 reaches 480 tokens/s and 30.0 GiB; gluon is 1.250x as fast"
 
 
 def test_the_longest_contexts_are_the_newest_of_each_choice(results):
@@ -115,11 +125,11 @@ def test_the_longest_contexts_are_the_newest_of_each_choice(results):
     keep(results, "h200-rungs", [search(500, 24, "compile"), search(400, 24, "triton+compile")], "context")
     text = longest("h200")
     assert [line[:4] for line in table(text)[1:]] == [
-        ["triton", "**9,000**", "1,234, by shorter ones", "131.0"],
+        ["triton, sdpa", "**9,000**", "1,234 (extrapolated)", "131.0"],
         ["checkpointing=host", "**5,000**", "38", "131.0"],
         ["checkpointing=block", "**2,000**", "38", "131.0"],
-        ["eager", "**1,000**", "38", "131.0"],
-        ["compile", "**500**", "38", "131.0"],
+        ["eager, sdpa", "**1,000**", "38", "131.0"],
+        ["compile, sdpa", "**500**", "38", "131.0"],
     ]
     assert "\n\nThe rows are of several sittings, each on one H200: the last column names them.\n\n" in text
     assert [line[4] for line in table(text)[1:]][:2] == ["2222222, 2026-11-22", "2323232, 2026-11-23"]

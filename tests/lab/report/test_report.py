@@ -125,7 +125,7 @@ def test_several_gpus_are_compared_with_one(results, tmp_path):
 
 def test_choices_are_compared_seed_by_seed_and_drawn(results, tmp_path):
     """`b` is at most 0.5 away from `a` of its seed. At step 3 its mean, 2.75, is above the band of `a`: 2.5 to 2.7."""
-    assert loss_curves.alike("h200").startswith("Not measured yet")
+    assert loss_curves.agreement("h200").startswith("Not measured yet")
     curves = {
         ("a", 1): (5.0, 4.0, 2.5),
         ("a", 2): (5.0, 4.4, 2.7),
@@ -138,7 +138,7 @@ def test_choices_are_compared_seed_by_seed_and_drawn(results, tmp_path):
         folder = write_run(tmp_path / str(seed) / name, losses=losses, impl=impl, seed=seed)
         write_row(folder, read_row(folder) | {"started": "2026-11-29T10:00:00+0000"})
         collect_run(folder, curves=True)
-    text = loss_curves.alike("h200")
+    text = loss_curves.agreement("h200")
     assert text.startswith("![losses of each choice](h200/curves.png)\n\n60 steps on one H200, commit 5918f41, ")
     assert cells(text.rpartition("\n\n")[2]) == [
         ["eager, sdpa, amp", "1, 2", "", "", ""],

@@ -13,7 +13,7 @@ from lab.report.presets import model_title
 from lab.report.user_command import user_command
 from lab.sweep import compare
 
-LADDER = "choice", "tokens/s", "of the line above", "peak GiB"  # the columns of Take.lines
+LADDER = "choice", "tokens/s", "of the line above", "peak GiB"  # the columns of Recommendation.lines
 KIND, SIZES = 4, 6  # how many parts of work_of() are the preset and training or generation; and the sizes, too
 
 
@@ -29,7 +29,7 @@ class Pick:
 
 
 @dataclass
-class Take:
+class Recommendation:
     """The picks of one kind of work, and the choices of their session, slowest first."""
 
     title: str
@@ -57,40 +57,40 @@ class Take:
         return lines
 
 
-def takes(choices: list[Choice]) -> list[Take]:
+def recommendations(choices: list[Choice]) -> list[Recommendation]:
     """Return what to take for each kind of work of the choices, which all have a speed; none for a single choice.
 
-    The first of each preset come first: training on the shortest sequences, and generating the fewest, if there are
-    several choices. tiny is last.
+    For each preset, training on the shortest sequences and generation of the fewest come first, if there are several
+    choices. The others follow. tiny is last.
     """
     works: dict[tuple, list[Choice]] = {}
     for choice in choices:
         if can_be_taken(choice):
             works.setdefault(work_of(choice), []).append(choice)
-    found: list[tuple[tuple, Take]] = []
+    found: list[tuple[tuple, Recommendation]] = []
     for work, members in works.items():
-        exact = {id(choice): choice.speed for choice in members if not rounds(choice)}
+        exact = {id(choice): choice.speed for choice in members if not loses_precision(choice)}
         best = max(sessions_of(members), key=lambda session: max(exact.get(id(choice), 0) for choice in session))
         if exact and len(choices) > 1:
-            take = make_take(best)
+            take = recommend(best)
             if len(members) == 1:
                 take.picks[0].label = "The only one measured"
             order = *work[:KIND], len(members) == 1, *work[KIND:SIZES], -take.picks[0].choice.speed
             found.append((order, take))
     found.sort(key=lambda each: each[0])
     kinds = [order[:KIND] for order, _ in found]
-    places = [(kind[0], kinds[:i].count(kind)) for i, kind in enumerate(kinds)]  # (is it tiny?, 0 for the first)
-    return [found[i][1] for i in sorted(range(len(found)), key=lambda i: places[i])]
+    sort_keys = [(kind[0], kinds[:i].count(kind)) for i, kind in enumerate(kinds)]  # (is it tiny?, 0 for the first)
+    return [found[i][1] for i in sorted(range(len(found)), key=lambda i: sort_keys[i])]
 
 
 def can_be_taken(choice: Choice) -> bool:
-    """Return whether the choice is of this repo, and this version has it. The speed of a draft depends on the text."""
+    """Return whether this version can run the choice. Exclude drafts, because their speed depends on the text."""
     row = choice.row
     drafts = (row["config"].get("generate") or {}).get("speculate")
     return not compare.peer_name(row) and not drafts and bool(user_command(row))
 
 
-def rounds(choice: Choice) -> bool:
+def loses_precision(choice: Choice) -> bool:
     return choice.precision == "fp8" or (choice.generates and rounds_on_purpose(choice.row))
 
 
@@ -120,9 +120,9 @@ def work_of(choice: Choice) -> tuple:
     return *kind, *sizes, model_title(row), *machine, precision
 
 
-def make_take(session: list[Choice]) -> Take:
+def recommend(session: list[Choice]) -> Recommendation:
     """Return the picks of a session: the fastest, the leanest, and a faster one that rounds more, if there is one."""
-    exact = [choice for choice in session if not rounds(choice)]
+    exact = [choice for choice in session if not loses_precision(choice)]
     fastest = max(exact, key=lambda choice: choice.comparable_speed)
     ties = [choice for choice in exact if choice is not fastest and is_tie(choice, fastest)]
     picks = [make_pick("Fastest", fastest, fastest.base, ties)]
@@ -135,10 +135,12 @@ def make_take(session: list[Choice]) -> Take:
         else:
             lean.remove(leanest)
             picks.append(make_pick("Leanest", leanest, leanest.base, lean))
-    rounded = max((choice for choice in session if rounds(choice)), key=lambda choice: choice.speed, default=None)
+    rounded = max(
+        (choice for choice in session if loses_precision(choice)), key=lambda choice: choice.speed, default=None
+    )
     if rounded and rounded.speed > fastest.speed and not is_tie(rounded, fastest):
         picks.append(make_pick("Faster, but it rounds more", rounded, fastest, []))
-    return Take(title_of(fastest), picks, sorted(session, key=lambda choice: choice.speed))
+    return Recommendation(title_of(fastest), picks, sorted(session, key=lambda choice: choice.speed))
 
 
 def make_pick(label: str, choice: Choice, base: Choice | None, ties: list[Choice]) -> Pick:

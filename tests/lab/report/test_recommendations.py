@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kernels.names import OPS
+from lab.report.recommendations import loses_precision, recommendations
 from lab.report.source import read_source
-from lab.report.take import rounds, takes
 from lab.report.user_command import user_command
 from lab.sweep import compare
 from tests.lab.report.sample_rows import make_row, write_generations, write_row, write_sweep
@@ -20,7 +20,7 @@ FOLDERS = "h200", "h200-rungs", "h200-fp8", "h200x2", "h200x4", "h100", "h100x2"
 
 def test_a_sweep_opens_with_its_fastest_and_its_leanest_choice(tmp_path):
     """The sample has amp and bf16 of GPT-2 124M, and two choices of 350M."""
-    found = takes(read_source(write_sweep(tmp_path / "mine")).measured)
+    found = recommendations(read_source(write_sweep(tmp_path / "mine")).measured)
     assert [take.title for take in found] == [
         "Training gpt2_124m in bf16, sequences of 1,024 tokens",
         "Training gpt2_350m in bf16, sequences of 1,024 tokens",
@@ -48,7 +48,7 @@ def test_ties_are_named(tmp_path):
             row = make_row("triton", "flash", scale=scale)
             row["config"]["kernels"]["norm"] = ("triton", "eager", "liger")[number]
             write_row(folder / str(number), row if laps else {k: v for k, v in row.items() if k != "perf/laps_s"})
-        [take] = takes(read_source(folder).measured)
+        [take] = recommendations(read_source(folder).measured)
         assert len(take.picks[0].ties) == 1
         assert {take.picks[0].choice.row["config"]["kernels"]["norm"]} | {
             tie.row["config"]["kernels"]["norm"] for tie in take.picks[0].ties
@@ -57,20 +57,20 @@ def test_ties_are_named(tmp_path):
 
 def test_a_choice_that_rounds_more_is_named_apart(tmp_path):
     """int8 is the fastest decoder of the sample, and it rounds the weights."""
-    found = takes(read_source(write_generations(tmp_path / "mine")).measured)
+    found = recommendations(read_source(write_generations(tmp_path / "mine")).measured)
     assert len(found) == 4  # two batches and two prompts
     for take in found:
         fastest, *_, rounded = take.picks
         assert fastest.choice.name == "decode triton"
         assert (rounded.label, rounded.choice.name) == ("Faster, but it rounds more", "decode int8")
-        assert rounds(rounded.choice)
+        assert loses_precision(rounded.choice)
         assert "kernels.decode=triton" in fastest.command
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_command_runs_in_a_fresh_clone_and_chooses_what_the_row_ran(name):
     """It names no data, no checkpoint and no folder, and train.py reads the kernels and the model of the row in it."""
-    found = takes(read_source(ROOT / "results" / name).measured)
+    found = recommendations(read_source(ROOT / "results" / name).measured)
     assert found
     for pick in [pick for take in found for pick in take.picks]:
         words = shlex.split(pick.command)
@@ -101,8 +101,10 @@ def test_a_backend_that_is_gone_has_no_command():
 
 def test_the_report_of_a_device_has_its_ladder():
     """results/h200-rungs is one sitting of eager PyTorch to fp8; its choices are in the page of results/h200."""
-    ladder = takes(read_source(ROOT / "results/h200-rungs").measured)[0]
-    device = next(take for take in takes(read_source(ROOT / "results/h200").measured) if take.title == ladder.title)
+    ladder = recommendations(read_source(ROOT / "results/h200-rungs").measured)[0]
+    device = next(
+        take for take in recommendations(read_source(ROOT / "results/h200").measured) if take.title == ladder.title
+    )
     assert [choice.row["started"] for choice in device.ladder] == [choice.row["started"] for choice in ladder.ladder]
     ratios = [compare.ratio(b.rows, a.rows) for a, b in zip(ladder.ladder, ladder.ladder[1:], strict=False)]
     assert [cells[2] for _, cells in ladder.lines[1:]] == list(map(str, ratios))
