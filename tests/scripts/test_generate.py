@@ -227,8 +227,8 @@ def test_the_row_of_a_decoder_that_cannot_run_here_can_be_collected(command, mon
     assert row()["status"].startswith("unavailable: decode=flashinfer cannot run here: ")
     assert collect.why_skipped(row()) is None
     path = collect.collect(Path("run"), row(), curves=False)
-    cells = generation(path.parent.name).splitlines()[-1].split("|")
-    assert [cells[5].strip(), cells[8].strip()] == ["flashinfer", row()["status"]]
+    cells = [cell.strip() for cell in generation(path.parent.name).splitlines()[-1].split("|")]
+    assert {"flashinfer", row()["status"]} <= {*cells}
 
 
 def test_a_new_kernel_is_checked_before_the_generation(command, monkeypatch):
