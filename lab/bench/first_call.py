@@ -15,14 +15,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.registry import KernelError, Unavailable, contract, impls, load, unavailable
-from lab.bench.op import (
-    DTYPES,
-    backend_of,
-    contestants,
-    optional_arguments,
-    outputs,
-    random_gradients,
-)
+from lab.bench.op import DTYPES, backend_of, contestants, optional_arguments, outputs, random_gradients
 from lab.bench.probe import Worker, failed_status, print_to
 from runtime.device import select_device
 from runtime.folders import cache_variables

@@ -179,7 +179,7 @@ def failed_status(error: Exception) -> str:
 
 
 class Worker:
-    """A context with the process of `send`, send_statuses() or alike, which is killed at the end.
+    """A context with the process of `send`, such as send_statuses(), which is killed at the end.
 
     The process forks from a server that has imported torch, so it starts in 0.1 s instead of seconds. The server never
     touches the GPU. It starts with the first worker, and imports the modules of `preload`.

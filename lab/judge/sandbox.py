@@ -31,6 +31,7 @@ from socket import socketpair
 from common.files import open_regular, read_bytes
 from kernels.tuned import user_cache
 from lab.channel import CHANNEL, FOLDER, read_answer, send_message
+from runtime.folders import COMPILE_CACHES, cache_variables
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("common", "configs", "data", "hotswap", "kernels", "lab", "model", "runtime", "scripts", "train.py")
@@ -38,7 +39,7 @@ IGNORED = "__pycache__", ".*"
 MOST_CODE_BYTES = 2**24  # of a file
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)  # variables that no worker needs
 MARK = "HOTSWAP_WORKER"  # the variable in the environment of a worker and of the processes that it starts
-COMPILED = "inductor", "triton", "cute"  # caches that stay for the next worker in the same folder
+COMPILED = [name.lower() for name in COMPILE_CACHES]  # they stay for the next worker in the same folder
 NAMESPACES = "user, PID, network and mount namespaces"
 PROCESSES = "a process of its own, without namespaces"
 
@@ -206,8 +207,7 @@ class Sandbox:
             shutil.copytree(tuned, caches["cache"] / user_cache().name / "tuned", dirs_exist_ok=True)
         paths = [str(self.repo), *filter(None, [variables.get("PYTHONPATH")]), os.getcwd()]
         variables |= {"HOME": str(caches["home"]), "TMPDIR": str(caches["tmp"]), "XDG_CACHE_HOME": str(caches["cache"])}
-        variables |= {"TORCHINDUCTOR_CACHE_DIR": str(caches["inductor"]), "TRITON_CACHE_DIR": str(caches["triton"])}
-        variables |= {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(caches["cute"]), "PYTHONPATH": os.pathsep.join(paths)}
+        variables |= {**cache_variables(self.folder), "PYTHONPATH": os.pathsep.join(paths)}
         variables |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         return variables | {MARK: self.mark, FOLDER: str(self.folder)}
 

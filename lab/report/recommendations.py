@@ -4,7 +4,9 @@ Choices are compared within a session: one commit on one machine, with the same 
 fastest choice counts. Choices that round more than their precision, such as fp8 or int8, are named apart.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lab.report.choices import Choice
 from lab.report.describe import prompt_tokens
@@ -14,7 +16,6 @@ from lab.report.user_command import user_command
 from lab.sweep import compare
 
 LADDER = "choice", "tokens/s", "of the line above", "peak GiB"  # the columns of Recommendation.lines
-KIND, SIZES = 4, 6  # how many parts of work_of() are the preset and training or generation; and the sizes, too
 
 
 @dataclass
@@ -63,24 +64,27 @@ def recommendations(choices: list[Choice]) -> list[Recommendation]:
     For each preset, training on the shortest sequences and generation of the fewest come first, if there are several
     choices. The others follow. tiny is last.
     """
-    works: dict[tuple, list[Choice]] = {}
+    works: dict[Work, list[Choice]] = {}
     for choice in choices:
         if can_be_taken(choice):
             works.setdefault(work_of(choice), []).append(choice)
-    found: list[tuple[tuple, Recommendation]] = []
+    found: list[tuple[tuple, tuple, Recommendation]] = []
     for work, members in works.items():
         exact = {id(choice): choice.speed for choice in members if not loses_precision(choice)}
         best = max(sessions_of(members), key=lambda session: max(exact.get(id(choice), 0) for choice in session))
         if exact and len(choices) > 1:
-            take = recommend(best)
+            own = recommend(best)
             if len(members) == 1:
-                take.picks[0].label = "The only one measured"
-            order = *work[:KIND], len(members) == 1, *work[KIND:SIZES], -take.picks[0].choice.speed
-            found.append((order, take))
-    found.sort(key=lambda each: each[0])
-    kinds = [order[:KIND] for order, _ in found]
-    sort_keys = [(kind[0], kinds[:i].count(kind)) for i, kind in enumerate(kinds)]  # (is it tiny?, 0 for the first)
-    return [found[i][1] for i in sorted(range(len(found)), key=lambda i: sort_keys[i])]
+                own.picks[0].label = "The only one measured"
+            kind = work.preset == "tiny", len(work.preset), work.preset, work.generates
+            found.append((kind, (len(members) == 1, work.size, work.prompt, -own.picks[0].choice.speed), own))
+    found.sort(key=lambda each: each[:2])
+    count: Counter[tuple] = Counter()  # kind -> how many of it came before
+    ranked = []
+    for kind, _, own in found:
+        ranked.append(((kind[0], count[kind]), own))  # tiny last, and the first of each kind before the second of any
+        count[kind] += 1
+    return [own for _, own in sorted(ranked, key=lambda each: each[0])]
 
 
 def can_be_taken(choice: Choice) -> bool:
@@ -108,16 +112,29 @@ def sessions_of(choices: list[Choice]) -> list[list[Choice]]:
     return sessions
 
 
-def work_of(choice: Choice) -> tuple:
-    """Return what a choice computes. Choices with equal tuples are compared."""
-    row, config = choice.row, choice.row["config"]
-    precision = "bf16" if choice.precision == "fp8" else choice.precision  # fp8 has bf16's weights
-    kind = choice.preset == "tiny", len(choice.preset), choice.preset, choice.generates
-    sizes = (
-        (compare.sequences(row), prompt_tokens(row)) if choice.generates else (int(config["train"]["block_size"]), 0)
-    )
-    machine = row.get("env", {}).get("device") or "", row.get("world_size", 1)
-    return *kind, *sizes, model_title(row), *machine, precision
+class Work(NamedTuple):
+    """What a choice computes. Choices with equal works are compared."""
+
+    preset: str
+    generates: bool
+    size: int  # tokens of a training's sequence, or sequences of a generation
+    prompt: int  # tokens; 0 in training
+    model: str
+    device: str
+    gpus: int
+    precision: str  # bf16 for fp8, which has bf16's weights
+
+
+def work_of(choice: Choice) -> Work:
+    row = choice.row
+    sizes = (compare.sequences(row), prompt_tokens(row)) if choice.generates else (block_size(row), 0)
+    device, gpus = row.get("env", {}).get("device") or "", row.get("world_size", 1)
+    precision = "bf16" if choice.precision == "fp8" else choice.precision
+    return Work(choice.preset, choice.generates, *sizes, model_title(row), device, gpus, precision)
+
+
+def block_size(row: dict) -> int:
+    return int(row["config"]["train"]["block_size"])
 
 
 def recommend(session: list[Choice]) -> Recommendation:
@@ -176,4 +193,4 @@ def title_of(choice: Choice) -> str:
         sequences = f"{count:,} sequence{'s' if count > 1 else ''}"
         return f"Generating with {what}, {sequences} after {prompt_tokens(row):,} tokens"
     gpus = f", {row['world_size']} GPUs" if row.get("world_size", 1) > 1 else ""
-    return f"Training {what}, sequences of {row['config']['train']['block_size']:,} tokens{gpus}"
+    return f"Training {what}, sequences of {block_size(row):,} tokens{gpus}"

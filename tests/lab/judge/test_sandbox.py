@@ -14,6 +14,7 @@ import pytest
 from lab.channel import CHANNEL, FOLDER
 from lab.judge import sandbox
 from lab.judge.sandbox import PROCESSES, Ended, Sandbox, changed_files, digest_repo, prefixes
+from runtime.folders import COMPILE_CACHES
 
 NAMES = list(prefixes(Path("/")))
 # A worker that does not import torch, which takes seconds
@@ -95,7 +96,7 @@ def test_what_a_worker_sees_and_reaches(isolated, monkeypatch, tmp_path):
     assert variables["HARMLESS"] == "value"
     assert not variables.keys() & set(secrets)
     assert variables["PYTHONPATH"].split(":") == [str(tmp_path / "worker/repo"), "/somewhere", os.getcwd()]
-    for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", *(f"{name}_CACHE_DIR" for name in COMPILE_CACHES)):
         assert Path(variables[name]).parent == tmp_path / "worker"
     memory = Path("/dev/shm", outside.name)
     shared = memory.exists()
