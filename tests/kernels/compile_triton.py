@@ -39,6 +39,7 @@ from kernels.decode import _step as decode_step
 from kernels.decode import int8
 from kernels.decode import triton as decode
 from kernels.decode._step import can_launch_early
+from kernels.glu import _gluon_kernel as glu_gluon
 from kernels.glu import _triton_fp8 as glu_fp8
 from kernels.glu import triton as glu
 from kernels.gpu import has_tma
@@ -177,6 +178,7 @@ def main(capability: int) -> None:
         for backward in (False, True):
             for fp8 in (False, True):
                 compile_gluon_mlp(backward, fp8)
+        compile_gluon_glu()
     if capability >= 89:  # fp8
         compile_fp8(capability)
     compile_attention(capability)
@@ -365,6 +367,28 @@ def compile_gluon_mlp(backward: bool, fp8: bool) -> None:
     )
     assert "wgmma" in ptx
     assert "setmaxnreg" in ptx
+
+
+def compile_gluon_glu() -> None:
+    """Compile the gated MLP's kernels for Hopper, with and without the bias of W_fc."""
+    names = "BLOCK_N", "BLOCK_F", "BLOCK_C", "UNITS", "SLICE"
+    n, f, c, units, columns = (getattr(glu_gluon, name).value for name in names)
+    slices = dict.fromkeys(("gate", "up", "a", "dgate", "dup"), descriptor_type(n, columns))
+    slices |= {"partial_ptr": "*fp32"}
+    forward = {"x": descriptor_type(n, c), "w": descriptor_type(2, units, c)}
+    backward = {"dy": descriptor_type(n, c), "w": descriptor_type(c, f)}
+    for bias in (False, True):
+        for name, kernel, operands, unused, spilled in (
+            ("forward", glu_gluon._glu_fwd_gluon_kernel, forward, "b_ptr", 0),
+            # 5 registers, in the first slice of an epilogue
+            ("backward", glu_gluon._glu_bwd_gluon_kernel, backward, "partial_ptr", 24 * bias),
+        ):
+            fixed = glu_gluon.LAUNCH | ({} if bias else {unused: None})
+            name = f"glu {name} in Gluon{', bias' if bias else ''}"
+            ptx = compile_kernel(name, kernel, 90, slices | operands, GluonASTSource, spilled, **fixed)
+            assert "wgmma" in ptx
+            assert "setmaxnreg" in ptx
+            assert ("cp.async.bulk.tensor.3d.shared" in ptx) == (operands is forward)  # gate and up in one load
 
 
 def compile_sums_and_optimizers(capability: int) -> None:

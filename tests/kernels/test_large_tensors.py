@@ -110,6 +110,17 @@ def test_mlp_of_more_than_2_to_31_numbers(impl, fp8):
 
 
 @needs_address_space
+def test_glu_of_more_than_2_to_31_numbers():
+    """In Gluon: offset_cases.py has the kernels in Triton."""
+    glu = load_or_skip("glu", "gluon", DEVICE)
+    C, F = 512, 1024
+    w_fc, w_proj = half(2 * F, C, seed=1) / C**0.5, half(C, F, seed=3) / F**0.5
+    tensors = half(128, C), w_fc, half(2 * F, seed=2), w_proj, half(C, seed=4)
+    for got, expected in last_rows(glu, 2**20, *tensors):
+        assert_near(got, expected)
+
+
+@needs_address_space
 @pytest.mark.parametrize("impl", ["triton", "triton_whole", "gluon_whole"])
 def test_loss_of_more_than_2_to_31_logits(impl):
     """All targets but the last 64 are ignored."""

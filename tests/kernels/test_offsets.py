@@ -241,7 +241,7 @@ def test_every_kernel_has_a_case():
     """A new kernel needs one in CASES, unless another test has offsets of it beyond 2^31."""
     decoding = {"_attention_kernel", "_vector_attention_kernel", "_summary_kernel", "_draw_kernel"}  # in this file
     in_gluon = {"_attention_fwd_gluon_kernel", "_attention_bwd_gluon_kernel"}  # test_large_tensors.py
-    in_gluon |= {"_mlp_gluon_kernel", "_cross_entropy_gluon_kernel"}
+    in_gluon |= {"_mlp_gluon_kernel", "_glu_fwd_gluon_kernel", "_glu_bwd_gluon_kernel", "_cross_entropy_gluon_kernel"}
     assert kernel_names() == decoding | in_gluon | set(re.findall(r"\w+_kernel", " ".join(CASES)))
 
 

@@ -535,6 +535,30 @@ def test_inputs_that_the_mlp_in_gluon_takes(refusal, changed):
 
 
 @pytest.mark.parametrize(
+    ("refusal", "changed"),
+    [
+        (None, {}),
+        (None, {"dtype": torch.float16, "C": 8, "F": 8}),
+        ("widths that are multiples of 8, not 60 and 1536", {"C": 60}),
+        ("widths that are multiples of 8, not 576 and 1540", {"F": 1540}),
+        ("bfloat16 or float16, not torch.float32", {"dtype": torch.float32}),
+        ("x and w_fc in one dtype, not in torch.bfloat16 and torch.float32", {"weights": torch.float32}),
+    ],
+    ids=str,
+)
+def test_inputs_that_the_gated_mlp_in_gluon_takes(refusal, changed):
+    """Each case changes SmolLM2-135M."""
+    case = {"C": 576, "F": 1536, "dtype": torch.bfloat16, **changed}
+    C, F = case["C"], case["F"]
+    dtypes = case["dtype"], *[case.get("weights", case["dtype"])] * 4
+    with FakeTensorMode():
+        sizes = (4, C), (2 * F, C), (2 * F,), (C, F), (C,)
+        x, *weights = (torch.empty(size, dtype=dtype, device="cuda") for size, dtype in zip(sizes, dtypes, strict=True))
+        with refused(f"glu=gluon takes {refusal}: choose kernels.glu=triton") if refusal else nullcontext():
+            assert load_without_gpu("glu", "gluon")(x, *weights).shape == x.shape
+
+
+@pytest.mark.parametrize(
     ("scale", "bits", "softcap"),
     [(1.0, None, None), (40.0, None, None), (60.0, 145, None), (1.0, None, 1.0), (40.0, None, 15.0), (90.0, 145, 90.0)],
 )
@@ -619,6 +643,22 @@ def test_loss_without_logits_in_chunks(chunk, monkeypatch):
 def test_loss_in_gluon(impl, given):
     """It follows the rule, and two calls give equal bits."""
     assert_right_and_repeatable("loss", impl, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"shape": (5000, 64), "hidden": 1064},  # several tiles for each program, with a partial one in each dimension
+        {"shape": (300, 72), "hidden": 200, "bias": True},
+        {"shape": (129, 200), "hidden": 40, "bias": True},  # up has no columns of its own in the second slice
+        {"shape": (1, 8), "hidden": 8},
+    ],
+    ids=str,
+)
+def test_glu_in_gluon(given):
+    """It follows the rule, and two calls give equal bits."""
+    assert_right_and_repeatable("glu", "gluon", given)
 
 
 def test_unsupported_inputs_of_attention_raise_unavailable():

@@ -64,8 +64,8 @@ def test_every_kernel_of_a_decoder_is_of_its_family(impl):
 
 def test_the_preset_gluon_takes_triton_for_the_ops_that_gluon_lacks():
     choices = preset("gluon")
-    others = dict.fromkeys(("norm", "rms_norm", "linear", "rope", "glu"), "triton")
-    assert choices == {**others, "mlp": "gluon", "loss": "gluon"}
+    others = dict.fromkeys(("norm", "rms_norm", "linear", "rope"), "triton")
+    assert choices == {**others, "mlp": "gluon", "glu": "gluon", "loss": "gluon"}
     assert preset("triton") == dict.fromkeys(choices, "triton")
     assert preset("liger") == {op: "eager" if op in ("linear", "mlp") else "liger" for op in choices}
 
