@@ -26,12 +26,12 @@ Estimates for an H200 (132 multiprocessors, 4096 FLOP a cycle each, 1.7 GHz, 4.1
     registers of a thread    128: product          128: product
                              48: rounded outputs   32: gate and up, 48: rounded outputs
     cycles of a matmul       8 C                   8 C
-    bytes of the epilogue    48 KB, 2700 cycles    160 KB, 8800 cycles
+    bytes of the epilogue    48 KB, 2700 cycles    160 KB, 9000 cycles
     tiles, 65,536 x 2048     16,384: 124.1 waves   8,192: 62.1 waves
 
 An operand of a tile is 128 wide, 64 FLOP for each byte from the L2, as in the MLP. At C = 768 a matmul takes 6100
-cycles: memory limits the backward, and the tensor cores the forward. At C = 2048 they limit both. A step of 64 channels
-takes 512 cycles, so three steps in flight hide 1500 cycles of a load.
+cycles: memory limits the backward, and the tensor cores the forward. At C = 2048 the tensor cores limit both. A step of
+64 channels takes 512 cycles, so three steps in flight hide 1500 cycles of a load.
 """
 
 from typing import NamedTuple

@@ -645,6 +645,40 @@ def test_loss_in_gluon(impl, given):
     assert_right_and_repeatable("loss", impl, given)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("save_h", [False, True])
+def test_glu_around_the_kernels_in_gluon(save_h, bias, monkeypatch):
+    """The launchers of glu/gluon.py follow the rule, with the two kernels in PyTorch. dh may be the buffer of h."""
+    kernel, module = (importlib.import_module(f"kernels.glu.{name}") for name in ("_gluon_kernel", "gluon"))
+
+    def forward(x, w, gate, up, a, b_ptr, N, F, C, **_):
+        biases = (0, 0) if b_ptr is None else b_ptr.view(2, F)
+        for out, weight, bias in zip((gate, up), w.base, biases, strict=True):
+            out.base.copy_(x.base @ weight.T + bias)
+        a.base.copy_(gate.base * gate.base.sigmoid() * up.base)
+
+    def backward(dy, w, gate, up, a, dgate, dup, partial_ptr, N, F, C, **_):
+        s, da = gate.base.sigmoid(), dy.base @ w.base
+        silu, derivative = gate.base * s, s + gate.base * s * (1 - s)
+        a.base.copy_(silu * up.base)
+        gradients = da * up.base * derivative, da * silu
+        for out, gradient in zip((dgate, dup), gradients, strict=True):
+            out.base.copy_(gradient)
+        if partial_ptr is not None:  # a warp of four has 16 of every 64 rows of a tile
+            rows = torch.nn.functional.pad(torch.cat(gradients, 1), (0, 0, 0, -N % 128))
+            partial_ptr.copy_(rows.view(-1, 2, 4, 16, 2 * F).sum((1, 3)).flatten(0, 1))
+
+    monkeypatch.setattr(kernel, "make_context_current", lambda: None)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(kernel, "_glu_fwd_gluon_kernel", {(2,): forward})
+    monkeypatch.setattr(kernel, "_glu_bwd_gluon_kernel", {(2,): backward})
+    inputs = contract("glu").inputs((130, 24), hidden=72, bias=bias, dtype=torch.float32, device=DEVICE)
+    truth = outputs_and_gradients(contract("glu").reference, inputs, dtype=torch.float64)
+    eager = outputs_and_gradients(load("glu", "eager", DEVICE), inputs)
+    got = outputs_and_gradients(functools.partial(module.unquantized_glu, save_h=save_h), inputs)
+    assert_as_good_as_eager(got, eager, truth, inputs, torch.float32)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "given",
