@@ -21,7 +21,8 @@ above 128 + 32 bits, 110 nats. If a loss is above 77 nats, _cross_entropy_finish
 row's maximum as shift, and the 15 rows beside it.
 
 With a soft cap, the exponentials are those of the capped logits. The matmul multiplies p by the slope of the cap, after
-it has summed the rows, and the total that is subtracted from p[target] is multiplied by the target's slope.
+it has summed the rows, and the total that is subtracted from p[target] is multiplied by the target's slope. Two capped
+logits differ by at most 2 cap. So at a cap of 30 and V = 50,304, total is below 2^71, and no row is computed again.
 
 The matmul is the backend's: _exponentials.py for triton.py, and gluon.py. The kernels here run before and after it.
 """
@@ -34,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.loss import softcap_argument
-from kernels.loss._softcap import capped
+from kernels.loss._softcap import capped, times_slope_at_capped
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HEADROOM_BITS = tl.constexpr(32.0)
@@ -85,15 +86,6 @@ def _logits(x_ptr, w_ptr, n, v, N, V, C, SOFTCAP: tl.constexpr, BLOCK: tl.conste
     return tl.where((n[:, None] < N) & (v[None, :] < V), capped(total, SOFTCAP) * LOG2E, -float("inf"))
 
 
-@triton.jit
-def _times_slope(gradient, logits, SOFTCAP: tl.constexpr):
-    """Return the gradient times 1 - tanh^2, the slope of the cap. The logits are capped and in base 2."""
-    if SOFTCAP is not None:
-        tanh = logits * (1.0 / (SOFTCAP * LOG2E))
-        gradient *= 1.0 - tanh * tanh
-    return gradient
-
-
 @triton.jit(do_not_specialize=["N", "ignore_index"])
 def _cross_entropy_finish_kernel(
     x_ptr,  # (N, C)
@@ -137,7 +129,7 @@ def _cross_entropy_finish_kernel(
             logits = _logits(x_ptr, w_ptr, n, v, N, V, C, SOFTCAP, BLOCK)
             p = tl.exp2(logits - largest[:, None])
             total += tl.sum(p, 1)
-            p = _times_slope(p, logits, SOFTCAP)
+            p = times_slope_at_capped(p, logits, SOFTCAP)
             mask = in_bounds[:, None] & (v[None, :] < V)
             tl.store(p_ptr + n.to(tl.int64)[:, None] * V + v[None, :], p.to(p_ptr.dtype.element_ty), mask)
         shift = largest
@@ -146,7 +138,7 @@ def _cross_entropy_finish_kernel(
     tl.store(losses_ptr + n, tl.where(ignored, 0.0, loss), in_bounds)
     scale = tl.where(ignored, 0.0, 1.0 / total)
     tl.store(scales_ptr + n, scale, in_bounds)
-    at_target = _times_slope(tl.exp2(target_logit - shift) - total, target_logit, SOFTCAP)
+    at_target = times_slope_at_capped(tl.exp2(target_logit - shift) - total, target_logit, SOFTCAP)
     at_target = at_target.to(p_ptr.dtype.element_ty)
     tl.store(p_ptr + n.to(tl.int64) * V + target, at_target, in_bounds & in_vocab & (ignored == 0))
     for start in range(0, C, BLOCK):
