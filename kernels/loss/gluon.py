@@ -5,6 +5,10 @@ triton.py's.
 
 The matmul has two consumers that take its tiles in turns: one multiplies while the other exponentiates and stores.
 kernels/mlp/_gluon_kernel.py explains this schedule and its barriers.
+
+A soft cap adds an exponential and a reciprocal to the one exponential of a logit. A multiprocessor computes 16 of these
+in a cycle, so the epilogue of a tile then takes at least 3,072 cycles. At C = 768 the matmul of the other consumer's
+tile takes at least 6,144.
 """
 
 from functools import partial
@@ -23,6 +27,7 @@ from kernels.hopper.registers import exp2, split_columns
 from kernels.hopper.ring import multiply_in_turn, start_ping_pong, start_ring
 from kernels.hopper.tma import align, allocate_tiles, fence_and_sync, load, store, tma_descriptor
 from kernels.loss import _in_forward
+from kernels.loss._softcap import capped, times_slope_at_capped
 from kernels.loss._unnormalised import HEADROOM_BITS, LOG2E
 from kernels.loss.triton import apply_to_rows, backward, empty_outputs, linear_cross_entropy_in_chunks
 from kernels.registry import Unavailable
@@ -56,7 +61,8 @@ def _produce(x, w, xs, ws, ring, N, V, C):
 @gluon.jit
 def _consume(
     CONSUMER: gl.constexpr,  # 0 takes the first, third ... tile of the program, 1 takes the others
-    xs, ws, p_out, ring, ping_pong, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL: gl.constexpr,
+    xs, ws, p_out, ring, ping_pong, p, target_logits_ptr, sums_ptr, N, V, C,
+    PARTIAL: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
@@ -79,12 +85,14 @@ def _consume(
         parts = split_columns(logits, BLOCK_V // SLICE, PART)
         sums = gl.zeros((BLOCK_N,), gl.float32, gl.SliceLayout(1, PART))
         for i in gl.static_range(BLOCK_V // SLICE):
-            numbers = exp2(parts[i] * LOG2E - shifts[:, None])
+            in_base_2 = capped(parts[i], SOFTCAP) * LOG2E
+            numbers = exp2(in_base_2 - shifts[:, None])
             v = tile_v * BLOCK_V + i * SLICE
             if PARTIAL:
                 columns = v + gl.arange(0, SLICE, gl.SliceLayout(0, PART))
                 numbers = gl.where(columns[None, :] < V, numbers, 0.0)
             sums += gl.sum(numbers, 1)
+            numbers = times_slope_at_capped(numbers, in_base_2, SOFTCAP)  # times_slope() would spill 8 bytes
             buffer = CONSUMER * BUFFERS + i % BUFFERS
             tma.store_wait(BUFFERS - 1)  # until TMA has read the previous contents of this buffer
             p_out.index(buffer).store(numbers.to(p.dtype))
@@ -101,12 +109,13 @@ def _cross_entropy_gluon_kernel(
     x,  # descriptor of (N, C)
     w,  # descriptor of (V, C)
     p,  # descriptor of (N, V)
-    target_logits_ptr,  # (N,) fp32, in base 2
-    sums_ptr,  # (tiles along V, N) fp32: the sums of p in each tile
+    target_logits_ptr,  # (N,) fp32, capped and in base 2
+    sums_ptr,  # (tiles along V, N) fp32: the sums of p's rows in each tile, before the slope of the cap
     N,
     V,
     C,
     PARTIAL: gl.constexpr,  # whether the last tile along V is partial
+    SOFTCAP: gl.constexpr,  # None: no cap
 ):
     xs = allocate_tiles(x, STAGES)
     ws = allocate_tiles(w, STAGES)
@@ -114,13 +123,13 @@ def _cross_entropy_gluon_kernel(
     ring, ping_pong = start_ring(STAGES), start_ping_pong()
     fence_and_sync()
     gl.warp_specialize([
-        (_consume, (0, xs, ws, p_out, ring, ping_pong, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
-        (_consume, (1, xs, ws, p_out, ring, ping_pong, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
+        (_consume, (0, xs, ws, p_out, ring, ping_pong, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL, SOFTCAP)),
+        (_consume, (1, xs, ws, p_out, ring, ping_pong, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL, SOFTCAP)),
         (_produce, (x, w, xs, ws, ring, N, V, C)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) -> Tensor:
+def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor, softcap: float | None = None) -> Tensor:
     """Do what exponentials() of _exponentials.py does. x and weight are from align()."""
     N, C = x.shape
     V = len(weight)
@@ -137,6 +146,7 @@ def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) 
         V=V,
         C=C,
         PARTIAL=V % BLOCK_V.value != 0,
+        SOFTCAP=softcap,
         num_warps=4,
         maxnreg=168,  # for all 12 warps at the start; then the producer's warpgroup gives most of it to the consumers
     )
@@ -144,11 +154,18 @@ def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) 
 
 
 def compute_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    gradients: bool,
+    whole: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
     x, weight = align(x), align(weight)
-    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, whole, exponentials=exponentials)
+    options = {"exponentials": exponentials, "softcap": softcap}
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, whole, **options)
 
 
 linear_cross_entropy = custom_op(
@@ -167,7 +184,7 @@ def refusal(x: Tensor, weight: Tensor, *rest: object, fp8: bool = False) -> str 
     return None
 
 
-def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, softcap: float | None = None) -> Tensor:
     if reason := refusal(x, weight):
         raise Unavailable(f"loss=gluon takes {reason}: choose kernels.loss=triton")
-    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False)  # whole=False: in chunks
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False, softcap)  # in chunks, not whole

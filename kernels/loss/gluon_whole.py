@@ -14,7 +14,7 @@ from kernels.registry import Unavailable
 unavailable = partial(hopper_unavailable, "loss", impl="triton_whole")
 
 
-def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, softcap: float | None = None) -> Tensor:
     if reason := refusal(x, weight):
         raise Unavailable(f"loss=gluon_whole takes {reason}: choose kernels.loss=triton_whole")
-    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, True)  # whole=True: one chunk
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, True, softcap)  # whole: one chunk

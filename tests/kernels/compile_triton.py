@@ -336,8 +336,9 @@ def compile_gluon_loss() -> None:
     types = dict.fromkeys(("target_logits_ptr", "sums_ptr"), "*fp32")
     types |= {"x": descriptor_type(n, c), "w": descriptor_type(v, c), "p": descriptor_type(n, columns)}
     kernel, launch = loss_gluon._cross_entropy_gluon_kernel, {"num_warps": 4, "maxnreg": 168}
-    for partial in (False, True):
-        ptx = compile_kernel("loss in Gluon", kernel, 90, types, GluonASTSource, PARTIAL=partial, **launch)
+    for partial, softcap in itertools.product((False, True), SOFTCAPS):
+        name, constants = f"loss in Gluon{capped(softcap)}", {"PARTIAL": partial, "SOFTCAP": softcap, **launch}
+        ptx = compile_kernel(name, kernel, 90, types, GluonASTSource, **constants)
         assert "wgmma" in ptx
         assert "setmaxnreg" in ptx
 

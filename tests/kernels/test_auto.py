@@ -86,15 +86,22 @@ def test_bench_attention_fills_the_table(filled, called, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_auto_takes_another_backend_where_the_fastest_refuses(filled, compiled, monkeypatch):
-    """gluon takes no cache, and its loss no odd vocabulary and no cap. The row then names what runs instead."""
+    """gluon takes no cache, and its loss no odd vocabulary; torch_chunked takes no cap.
+
+    The row then names what runs instead.
+    """
     entries = {
         "attention causal float32 64 x1": {"parameters": {"64": "gluon"}},
-        "loss float32": {"parameters": {"64": "gluon"}},
+        "loss float32": {"parameters": {"64": "gluon", "128": "torch_chunked"}},
     }
     entries["attention causal decode float32 64 x1"] = {"parameters": {"64": "sdpa"}}
     write_table(table_paths(CPU)[0], entries)
-    for op, changes in (("attention", {}), ("loss", {"vocab": 50}), ("loss", {"vocab": 64, "softcap": 5.0})):
-        monkeypatch.setattr(backend(op, "gluon"), "unavailable", lambda device: None)
+    for op, refusing, changes in (
+        ("attention", "gluon", {}),
+        ("loss", "gluon", {"vocab": 50}),
+        ("loss", "torch_chunked", {"shape": (3, 128), "vocab": 64, "softcap": 5.0}),
+    ):
+        monkeypatch.setattr(backend(op, refusing), "unavailable", lambda device: None)
         function = load(op, "auto", CPU)
         function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
         shapes = {"attention": {"shape": (1, 8, 2, 64), "keys": 20}, "loss": {"shape": (3, 64)}}

@@ -604,21 +604,25 @@ def test_loss_from_unnormalised_exponentials(scale, bits, softcap):
     torch.testing.assert_close(scaled_x, scales * x)
 
 
-@pytest.mark.parametrize("chunk", [5, 13])
-def test_loss_without_logits_in_chunks(chunk, monkeypatch):
+@pytest.mark.parametrize(("chunk", "softcap"), [(5, None), (5, 1.0), (13, None)])
+def test_loss_without_logits_in_chunks(chunk, softcap, monkeypatch):
     """The loss that loss/gluon.py computes follows the rule, with the matmul and its epilogue in PyTorch."""
     kernel = importlib.import_module("kernels.loss.gluon")
 
-    def multiply(x, w, p, target_logits_ptr, sums_ptr, **_):
-        p.copy_(torch.exp2(x @ w.T * math.log2(math.e) - (target_logits_ptr[:, None] + kernel.HEADROOM_BITS.value)))
+    def multiply(x, w, p, target_logits_ptr, sums_ptr, SOFTCAP, **_):
+        logits = cap_logits(x @ w.T, SOFTCAP)
+        p.copy_(torch.exp2(logits * math.log2(math.e) - (target_logits_ptr[:, None] + kernel.HEADROOM_BITS.value)))
         sums_ptr.copy_(torch.stack([part.sum(1) for part in p.split(kernel.BLOCK_V.value, 1)]))
+        if SOFTCAP:
+            p.mul_(1 - (logits / SOFTCAP).square())
 
     monkeypatch.setattr(kernel, "refusal", lambda *_: None)
     monkeypatch.setattr(kernel, "make_context_current", lambda: None)
     monkeypatch.setattr(kernel, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(kernel, "tma_descriptor", lambda tensor, *block: tensor)
     monkeypatch.setattr(kernel, "_cross_entropy_gluon_kernel", {(1,): multiply, (2,): multiply})
-    inputs = contract("loss").inputs((13, 24), vocab=136, ignored=0.3, dtype=torch.float32, device=DEVICE)
+    options = {"ignored": 0.3, "softcap": softcap, "dtype": torch.float32, "device": DEVICE}
+    inputs = contract("loss").inputs((13, 24), vocab=136, **options)
     truth = outputs_and_gradients(contract("loss").reference, inputs, dtype=torch.float64)
     eager = outputs_and_gradients(load("loss", "eager", DEVICE), inputs)
     with override_tables({"linear_cross_entropy": {"chunk": chunk}}):
@@ -636,6 +640,10 @@ def test_loss_without_logits_in_chunks(chunk, monkeypatch):
         {"shape": (5000, 64), "vocab": 2048, "scale": 30.0},  # large totals
         {"shape": (300, 40), "vocab": 1000},  # partial tiles in each dimension
         {"shape": (1, 8), "vocab": 1000},
+        {"shape": (5000, 64), "vocab": 50304, "ignored": 0.1, "scale": 10.0, "softcap": 30.0},
+        {"shape": (130, 64), "vocab": 16384, "scale": 90.0, "softcap": 90.0},  # p overflows
+        {"shape": (5000, 64), "vocab": 2048, "scale": 30.0, "softcap": 40.0},  # large totals
+        {"shape": (300, 40), "vocab": 1000, "scale": 5.0, "softcap": 5.0},
     ],
     ids=str,
 )
