@@ -49,11 +49,11 @@ ladder() {
 other="train.max_steps=25 proof=false"
 ladder_models() {
     local rungs="train.py +sweep=rungs sweep.own_caches=false $other"
-    part gpt2_350m $rungs model=gpt2_350m train.batch_size=32
     part smollm2_135m $rungs model=smollm2_135m
     part modern_124m $rungs model=modern_124m
     part modern_124m-lean train.py -m +experiment=throughput model=modern_124m precision=bf16 $other attn=gluon \
         kernels=gluon kernels.{rope,rms_norm}=triton_recompute
+    part gpt2_350m $rungs model=gpt2_350m train.batch_size=32
     part gpt2_1558m $rungs model=gpt2_1558m train.batch_size=16 train.tokens_per_step=16384
 }
 ladder_peers() { # nanogpt=FOLDER is a checkout of nanoGPT. In amp, because its users train so
@@ -70,7 +70,7 @@ ladder_peers() { # nanogpt=FOLDER is a checkout of nanoGPT. In amp, because its 
 agreement() {
     local words into="--suffix agreement --curves"
     for words in "eager attn=sdpa" "compile attn=sdpa" "triton attn=triton" "gluon attn=gluon" \
-        "gluon kernels.loss=triton attn=gluon precision=fp8"; do
+        "gluon kernels.loss=triton kernels.glu=triton attn=gluon precision=fp8"; do
         part "${words//[ =,]/-}" train.py -m +experiment=curve precision=bf16 seed=1,2,3 kernels=$words
     done
 }
@@ -217,8 +217,8 @@ long_runs() { # NAME WORDS ...: a sweep. The text is this machine's Python packa
     mkdir -p out && ln -sfn "${packages[0]}" out/packages
     local corpus=(data=text 'data.path=out/packages/**/*.py' data.tokenizer=gpt2 data.encoding_errors=skip)
     python -m scripts.prepare "${corpus[@]}" || return 75
-    python train.py -m "${corpus[@]}" kernels=gluon kernels.loss=triton train.eval_batches=20 train.sample_tokens=0 \
-        train.checkpoint_every=0 "${@:2}" out_dir="out/$1"
+    python train.py -m "${corpus[@]}" kernels=gluon kernels.loss=triton kernels.glu=triton train.eval_batches=20 \
+        train.sample_tokens=0 train.checkpoint_every=0 "${@:2}" out_dir="out/$1"
 }
 
 # Training with the default batch size; and attn=auto, after measuring its table on this GPU

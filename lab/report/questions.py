@@ -36,7 +36,7 @@ CHOICES = {
 LEAN = "gluon, recomputing norms"
 # Choices that mix backends, by the words of their commands; their kernels differ with the model's ops
 MIXED = {
-    "attn=gluon kernels.loss=triton kernels=gluon precision=fp8": "gluon, fp8",
+    "attn=gluon kernels.glu=triton kernels.loss=triton kernels=gluon precision=fp8": "gluon, fp8",
     "attn=gluon kernels.rms_norm=triton_recompute kernels.rope=triton_recompute kernels=gluon precision=bf16": LEAN,
 }
 BASELINE = "torch.compile"

@@ -28,7 +28,7 @@ TRAINING: dict[str, str | None] = {
     "kernels=triton attn=triton": None,
     "kernels=gluon attn=gluon": None,
     "kernels=gluon attn=flash": None,
-    "kernels=gluon kernels.loss=triton attn=gluon precision=fp8": "kernels=gluon attn=gluon",  # its bf16
+    "kernels=gluon kernels.loss=triton kernels.glu=triton attn=gluon precision=fp8": "kernels=gluon attn=gluon",  # bf16
 }
 DECODING: dict[str, str | None] = {
     "kernels=eager kernels.decode=blocks": None,

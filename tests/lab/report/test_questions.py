@@ -94,7 +94,8 @@ def test_a_choice_of_several_backends_is_known_by_its_words():
     assert label(row) == "gluon, fp8"
     row["config"]["kernels"] |= dict.fromkeys(("norm", "mlp", "loss"), "triton")
     assert label(row) != "gluon, fp8"
-    row["command"] = "python train.py model=smollm2_135m precision=fp8 kernels=gluon kernels.loss=triton attn=gluon"
+    words = "kernels=gluon kernels.loss=triton kernels.glu=triton attn=gluon precision=fp8"
+    row["command"] = f"python train.py model=smollm2_135m {words}"
     assert label(row) == "gluon, fp8"
 
 
