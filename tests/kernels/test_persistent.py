@@ -503,6 +503,12 @@ def defined_on_an_h200(shape, batch, kv_dtype=None, quantize=None):
     return defined | {name: getattr(persistent, name) for name in persistent.CONSTANTS}
 
 
+def test_only_a_large_layer_has_two_copies_in_flight():
+    """A block's bytes of a layer: 928 KB of Llama-3.2-1B, and 246 KB of Qwen3-0.6B."""
+    flying = {shape: defined_on_an_h200(shape, batch=1)["FLYING"] for shape in SIZES}
+    assert flying == {shape: 1 + (shape in ("1558m", "llama-3.2-1b")) for shape in SIZES}
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize(
     ("shape", "batch", "kv_dtype", "quantize"),
@@ -524,7 +530,7 @@ def test_the_kernel_fits_into_a_multiprocessor(shape, batch, kv_dtype, quantize,
     done = subprocess.run([*command, persistent.SOURCE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     spilled = int(done.stderr.split("frame, ")[1].split(" bytes spill stores")[0])
-    assert spilled <= (64 if shape == "llama-3.2-1b" else 16)
+    assert spilled <= (64 if shape == "qwen3-0.6b" else 16)
     registers = int(done.stderr.split("Used ")[1].split(" registers")[0])
     assert registers <= 65_536 // (128 * ceil((warps + 1) / 4))  # warps get registers in fours
     assert persistent.SHARED_BYTES == 227 * 1024
