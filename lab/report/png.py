@@ -76,6 +76,7 @@ def draw_figures(figures: list[Figure | None], path: Path) -> list[Path]:
             bottom.set_ylabel(figure.y_below)
             bottom.axhline(0, color=QUIET, linewidth=1)
         if figure.row:
+            top.locator_params("x", nbins=3)  # with more, 250,000 and 500,000 overlap in a narrow panel
             top.xaxis.set_major_formatter("{x:,.10g}")  # a tiny model needs 0.5 GiB
             top.set_ylim(len(categories) - 0.4, -0.6)  # downwards
             top.margins(x=0.2)

@@ -28,7 +28,7 @@ TRAINING: dict[str, str | None] = {
     "kernels=triton attn=triton": None,
     "kernels=gluon attn=gluon": None,
     "kernels=gluon attn=flash": None,
-    "kernels=gluon kernels.loss=triton kernels.glu=triton attn=gluon precision=fp8": "kernels=gluon attn=gluon",  # bf16
+    "kernels=gluon kernels.loss=triton attn=gluon precision=fp8": "kernels=gluon attn=gluon",  # its bf16
 }
 DECODING: dict[str, str | None] = {
     "kernels=eager kernels.decode=blocks": None,
@@ -38,7 +38,8 @@ DECODING: dict[str, str | None] = {
     "kernels=eager kernels.decode=persistent_int8": None,
 }
 CHOICE = re.compile(r"(kernels|attn|precision)[\w.]*=")
-COMMON_TRAINING, COMMON_DECODING = {"precision=bf16"}, {"precision=bf16", "attn=sdpa"}  # the words of all rungs
+# the words of all rungs, and one that GPT-2 does not need, because it has no glu
+COMMON_TRAINING, COMMON_DECODING = {"precision=bf16", "kernels.glu=triton"}, {"precision=bf16", "attn=sdpa"}
 VERSION = re.compile(r"(torch|triton|cudnn|cuda) [\d.]+\S*")
 HEAD = ["rung", "what computes", "kernel lines", "tokens/s", "gain"]
 TRAINING_COLUMNS = {"GiB": table.TRAINING["peak GiB"], "first step": table.TRAINING["first step"]}
