@@ -49,7 +49,7 @@ ladder() {
 other="train.max_steps=25 proof=false"
 ladder_models() {
     local rungs="train.py +sweep=rungs sweep.own_caches=false $other"
-    part smollm2_135m $rungs model=smollm2_135m
+    part smollm2_135m $rungs model=smollm2_135m train.block_size=1024
     part modern_124m $rungs model=modern_124m
     part modern_124m-lean train.py -m +experiment=throughput model=modern_124m precision=bf16 $other attn=gluon \
         kernels=gluon kernels.{rope,rms_norm}=triton_recompute
@@ -61,9 +61,9 @@ ladder_peers() { # nanogpt=FOLDER is a checkout of nanoGPT. In amp, because its 
     peer gpt2_124m transformers "" kernels=compile precision=bf16
     local model
     for model in smollm2_135m modern_124m; do
-        peer $model transformers "" kernels=compile precision=bf16
-        peer $model liger liger=true precision=bf16
-        peer $model liger-compile liger=true kernels=compile precision=bf16
+        peer $model transformers "" kernels=compile precision=bf16 train.block_size=1024
+        peer $model liger liger=true precision=bf16 train.block_size=1024
+        peer $model liger-compile liger=true kernels=compile precision=bf16 train.block_size=1024
     done
 }
 # Do the choices train alike? Five choices, three seeds and 300 steps, in about 17 minutes: a run takes 45 to 75 s

@@ -89,9 +89,10 @@ constexpr int TILE = 64 / sizeof(T), CHUNK = TILE / 4, TILE_ROW_BYTES = TILE * s
 constexpr int PER_WORD = 12 / sizeof(T);                                                   // results in a word
 
 // N results of a W with K columns. A block multiplies ROWS rows in each of PASSES passes. A pass comes in pieces of up
-// to TILES tiles. A result takes one row, or two with swiglu.
-template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int WORD_COPIES_, int RESULT_ROWS_ = 1> struct Product {
-  static constexpr int N = N_, K = K_, ROWS = ROWS_, PASSES = PASSES_;
+// to TILES tiles. A result takes one row, or two with swiglu. SCALED: x is an RMSNorm's without 1 / rms, see normalise().
+template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int WORD_COPIES_, int SCALED_ = 0, int RESULT_ROWS_ = 1>
+struct Product {
+  static constexpr int N = N_, K = K_, ROWS = ROWS_, PASSES = PASSES_, SCALED = SCALED_;
   static constexpr int RESULT_ROWS = RESULT_ROWS_, RESULTS = ROWS / RESULT_ROWS;  // of a pass
   static constexpr int WORD_COPIES = WORD_COPIES_;    // of the results
   static constexpr int SHARE = ROWS * PASSES, ROW_GROUPS = ceil_div(ROWS, 8), PADDED = 8 * ROW_GROUPS;
@@ -107,11 +108,11 @@ template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int WORD_COPIES_, 
   static DEVICE int piece_bytes(int piece) { return ROWS * tiles(piece) * TILE_ROW_BYTES; }
   static DEVICE int tiles(int piece) { return smaller(TILES, ALL_TILES - piece % PIECES * TILES); }
 };
-typedef Product<Q_WIDTH + 2 * KV_WIDTH, C, QKV_ROWS, QKV_PASSES, QKV_TILES, 1> Qkv;
+typedef Product<Q_WIDTH + 2 * KV_WIDTH, C, QKV_ROWS, QKV_PASSES, QKV_TILES, 1, RMS_NORM> Qkv;
 typedef Product<C, Q_WIDTH, PROJ_ROWS, PROJ_PASSES, PROJ_TILES, COPIES> Proj;
-typedef Product<HIDDEN, C, FC_ROWS, FC_PASSES, FC_TILES, COPIES, SWIGLU ? 2 : 1> Fc;
+typedef Product<HIDDEN, C, FC_ROWS, FC_PASSES, FC_TILES, COPIES, RMS_NORM, SWIGLU ? 2 : 1> Fc;
 typedef Product<C, HIDDEN, FC_PROJ_ROWS, FC_PROJ_PASSES, FC_PROJ_TILES, COPIES> FcProj;
-typedef Product<VOCAB, C, HEAD_ROWS, HEAD_PASSES, HEAD_TILES, 1> Head;
+typedef Product<VOCAB, C, HEAD_ROWS, HEAD_PASSES, HEAD_TILES, 1, RMS_NORM> Head;
 
 __host__ __device__ constexpr int largest(int a, int b, int c, int d, int e) {
   return larger(larger(larger(a, b), larger(c, d)), e);
@@ -131,7 +132,8 @@ static_assert(Fc::RESULTS * Fc::PASSES * (BLOCKS - 1) < HIDDEN, "every block has
 
 constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a sequence's keys
 constexpr bool HAS_SPLITS = MOST_SPLITS > 1;
-constexpr int SPLIT_WORDS = HAS_SPLITS ? D / 2 : ceil_div(D, PER_WORD);   // of a split, or of a whole head
+constexpr int SPLIT_CHANNELS = 8 / sizeof(T);                         // in a word of a split, beside its log-sum-exp
+constexpr int SPLIT_WORDS = HAS_SPLITS ? D / SPLIT_CHANNELS : ceil_div(D, PER_WORD);  // of a split, or of a whole head
 constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * SPLIT_WORDS;  // per copy
 constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, per block
 constexpr int MAX_CANDIDATES = 2 * THREADS;
@@ -179,6 +181,7 @@ struct Scratch {  // in shared memory, besides the ring
   };
   alignas(16) float warp_sums[WARPS * BATCH * MOST_SUMS];
   alignas(16) u32 reduction[7 * WARPS];  // Moments, or what sampling reduces
+  float inverse_rms[BATCH];              // of the residual stream in the last RMSNorm
   float query[D];
   alignas(16) KV key[D], value[D];  // of the new token
   alignas(16) float2 tops[WARPS], merge[D / 2][WARPS];
@@ -270,7 +273,8 @@ DEVICE void embed(Thread& my) {
 }
 
 // stream += branch, if there is one, and x = norm(stream). Few threads receive each sequence, because all blocks poll
-// the same words. One pass suffices, because LayerNorm sums around the last mean. The mean of RMSNorm is 0.
+// the same words. One pass suffices for the sums, because LayerNorm sums around the last mean. RMSNorm needs no other
+// pass: x = stream * gain, and apply_scales() multiplies the results by 1 / rms.
 DEVICE void normalise(Thread& my, const Word* branch) {
   constexpr int AT_ONCE = balanced(WORDS_PER_THREAD, 8);
   const int sequence = my.warp() / WARPS_PER_SEQUENCE, first = my.thread % (32 * WARPS_PER_SEQUENCE);
@@ -280,6 +284,7 @@ DEVICE void normalise(Thread& my, const Word* branch) {
     return sequence < BATCH && i < WORDS_PER_THREAD && place < STREAM_WORDS && first_channel(place) < C ? place : -1;
   };
   const Word* words = branch + my.block % COPIES * Proj::COPY + sequence * BLOCKS * Proj::WORDS + first;
+  const T* norm = (const T*)next_piece(my, 0, NORM_BYTES);
   float sum = 0, squares = 0;
 #pragma unroll 1
   for (int start = 0; start < WORDS_PER_THREAD; start += AT_ONCE) {
@@ -306,6 +311,10 @@ DEVICE void normalise(Thread& my, const Word* branch) {
 #pragma unroll
       for (int j = 0; j < PER_WORD; ++j)
         if (branch && exists(j)) stream[j] = value[j];
+      T* x = my.s.x + sequence * Qkv::STRIDE + channel;
+#pragma unroll
+      for (int j = 0; j < PER_WORD; ++j)
+        if (RMS_NORM && exists(j)) x[j] = convert<T>(to_float(value[j]) * to_float(norm[channel + j]));
     }
   }
 #pragma unroll
@@ -326,9 +335,13 @@ DEVICE void normalise(Thread& my, const Word* branch) {
     const float away = sum * (1.0f / C), variance = fmaxf(squares * (1.0f / C) - away * away, 0);
     return Statistics{warps[b * WARPS_PER_SEQUENCE].mean + away, rsqrtf(variance + NORM_EPS)};
   };
+  if constexpr (RMS_NORM) {
+    if (my.thread < BATCH) my.s.inverse_rms[my.thread] = statistics(my.thread).rstd;  // read after multiply()'s barrier
+    release_pieces(my, 1);
+    return;
+  }
   constexpr int PAIRS = ceil_div(BATCH * C, 2 * THREADS);  // of channels of a thread, all loaded before any is stored
   float y[PAIRS][2];
-  const T* norm = (const T*)next_piece(my, 0, NORM_BYTES);
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
     const int from = smaller(2 * (my.thread + i * THREADS), BATCH * C - 2), c = from % C;
@@ -336,7 +349,7 @@ DEVICE void normalise(Thread& my, const Word* branch) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float x = (to_float(my.s.stream[from + j]) - own.mean) * own.rstd;
-      y[i][j] = x * to_float(norm[c + j]) + (RMS_NORM ? 0 : to_float(norm[C + c + j]));
+      y[i][j] = x * to_float(norm[c + j]) + to_float(norm[C + c + j]);
     }
   }
 #pragma unroll
@@ -390,7 +403,7 @@ DEVICE void run_head(Thread& my) {
       if (i >= BATCH * Head::ROWS) break;
       const int b = i / Head::ROWS, row = pass * Head::ROWS + i % Head::ROWS, id = my.block * Head::SHARE + row;
       const float sum = total<Head>(warp_sums, b, i % Head::ROWS);
-      const T logit = convert<T>(apply_scale(my, LAYERS * LAYER_ROWS + row, sum));
+      const T logit = convert<T>(apply_scales<Head>(my, b, LAYERS * LAYER_ROWS + row, sum));
       my.s.head.logits[b * Head::SHARE + row] = to_float(logit);
       if (my.a.logits && id < VOCAB) my.a.logits[(i64)b * VOCAB + id] = logit;
     }

@@ -2,9 +2,9 @@
 
 constexpr int KEY_LANES = power_of_two(D / 8), STEP_KEYS = THREADS / KEY_LANES;  // a lane has 8 channels of a key
 constexpr bool ALL_LANES = KEY_LANES * 8 == D;                                    // have channels
-// Keys that a lane loads together. A token of 8 sequences, whose heads are not split, takes 237.5 us with 3, 244.0 with
-// 2, and 239.7 with 4 (124M, H200)
-constexpr int DEPTH = KV_BITS == 32 ? 1 : HAS_SPLITS ? 2 : 3;
+// Keys that a lane loads together: before the wait for q, those of a split. A token of 8 sequences, whose heads are not
+// split, takes 237.5 us with 3, 244.0 with 2, and 239.7 with 4 (124M, H200)
+constexpr int DEPTH = KV_BITS == 32 ? 1 : HAS_SPLITS ? smaller(4, ceil_div(SPLIT_KEYS, STEP_KEYS)) : 3;
 
 DEVICE Vector<KV, 8> load_row(const KV* from, bool exists) {
   Vector<KV, 8> row = {};
@@ -105,13 +105,21 @@ DEVICE Merged merge_warps(Thread& my, int pair) {
   return {first * inverse, second * inverse, sum > 0 ? top + log2f(sum) : LOWEST};
 }
 
-// A word holds two channels of a split, and its log-sum-exp.
+// A word holds SPLIT_CHANNELS channels of a split, and its log-sum-exp: four in bf16, or two in fp32.
 DEVICE void publish_split(Thread& my, Word* words) {
-  for (int pair = my.thread; pair < D / 2; pair += THREADS) {
-    const Merged merged = merge_warps(my, pair);
-    const Word word = make_word(merged.first, merged.second, merged.lse, my.epoch);
+  for (int i = my.thread; i < COPIES * SPLIT_WORDS; i += THREADS) {
+    const int copy = i / SPLIT_WORDS, place = i % SPLIT_WORDS;
+    T channels[SPLIT_CHANNELS];
+    float lse;
 #pragma unroll
-    for (int copy = 0; copy < COPIES; ++copy) store_word(words + copy * PARTIAL_WORDS + pair, word);
+    for (int j = 0; j < SPLIT_CHANNELS; j += 2) {
+      const Merged merged = merge_warps(my, (place * SPLIT_CHANNELS + j) / 2);
+      channels[j] = convert<T>(merged.first), channels[j + 1] = convert<T>(merged.second);
+      lse = merged.lse;
+    }
+    Word word = make_word(0, 0, lse, my.epoch);
+    memcpy(word.data, channels, sizeof(channels));
+    store_word(words + copy * PARTIAL_WORDS + place, word);
   }
 }
 
@@ -213,23 +221,23 @@ DEVICE void attend(Thread& my, int layer) {
   }
 }
 
-// A thread has pairs of channels, because a word has one.
+// A thread has the channels of whole words. x = the outputs of all heads.
 DEVICE void merge_splits(Thread& my) {
-  constexpr int PAIRS = BATCH * Q_WIDTH / 2, S = balanced(MOST_SPLITS, 8);
-  constexpr int E = balanced(ceil_div(PAIRS, THREADS), smaller(16 / S, 8));
+  constexpr int ROW_WORDS = Q_WIDTH / SPLIT_CHANNELS, ALL = BATCH * ROW_WORDS, S = balanced(MOST_SPLITS, 8);
+  constexpr int E = balanced(ceil_div(ALL, THREADS), smaller(16 / S, 8));
   int most = 0;
   for (int b = 0; b < BATCH; ++b) most = larger(most, my.s.splits[b]);
-  for (int first = 32 * my.warp(); first < PAIRS; first += E * THREADS) {
-    auto pair = [&](int e) { return first + my.lane() + e * THREADS; };  // (sequence, head, pair of channels)
-    float top[E], sum[E], y[E][2];
+  for (int first = 32 * my.warp(); first < ALL; first += E * THREADS) {
+    auto place = [&](int e) { return first + my.lane() + e * THREADS; };  // (sequence, head, word of channels)
+    float top[E], sum[E], y[E][SPLIT_CHANNELS] = {};
     int splits[E];
-    const Word* words[E];  // the word of each pair's first split
+    const Word* words[E];  // the word of each place's first split
 #pragma unroll
     for (int e = 0; e < E; ++e) {
-      top[e] = LOWEST, sum[e] = 0, y[e][0] = 0, y[e][1] = 0;
-      splits[e] = pair(e) < PAIRS ? my.s.splits[pair(e) / (Q_WIDTH / 2)] : 0;
-      words[e] = my.a.partial + my.block % COPIES * PARTIAL_WORDS + pair(e) / (D / 2) * (MOST_SPLITS * SPLIT_WORDS) +
-                 pair(e) % (D / 2);
+      top[e] = LOWEST, sum[e] = 0;
+      splits[e] = place(e) < ALL ? my.s.splits[place(e) / ROW_WORDS] : 0;
+      words[e] = my.a.partial + my.block % COPIES * PARTIAL_WORDS +
+                 place(e) / SPLIT_WORDS * (MOST_SPLITS * SPLIT_WORDS) + place(e) % SPLIT_WORDS;
     }
     for (int start = 0; start < most; start += S) {
       Word word[E * S];
@@ -244,20 +252,21 @@ DEVICE void merge_splits(Thread& my) {
           top[e] = fmaxf(top[e], lse[i]);
         }
         const float scale = exp2f(before - top[e]);
-        sum[e] *= scale, y[e][0] *= scale, y[e][1] *= scale;
+        sum[e] *= scale;
+        for (float& channel : y[e]) channel *= scale;
 #pragma unroll
         for (int i = 0; i < S; ++i) {
           const float weight = lse[i] > LOWEST ? exp2f(lse[i] - top[e]) : 0;
           sum[e] += weight;
-          for (int j = 0; j < 2; ++j) y[e][j] += weight * __uint_as_float(word[e * S + i].data[j]);
+          for (int j = 0; j < SPLIT_CHANNELS; ++j) y[e][j] += weight * number_in(word[e * S + i], j);
         }
       }
     }
 #pragma unroll
     for (int e = 0; e < E; ++e) {
-      if (pair(e) >= PAIRS) continue;
-      T* x = my.s.x + pair(e) / (Q_WIDTH / 2) * Proj::STRIDE + 2 * (pair(e) % (Q_WIDTH / 2));
-      for (int j = 0; j < 2; ++j) x[j] = convert<T>(__fdividef(y[e][j], sum[e]));
+      if (place(e) >= ALL) continue;
+      T* x = my.s.x + place(e) / ROW_WORDS * Proj::STRIDE + place(e) % ROW_WORDS * SPLIT_CHANNELS;
+      for (int j = 0; j < SPLIT_CHANNELS; ++j) x[j] = convert<T>(__fdividef(y[e][j], sum[e]));
     }
   }
 }

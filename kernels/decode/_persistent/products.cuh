@@ -181,8 +181,11 @@ template <class P, class Finish> DEVICE void multiply(Thread& my, Finish finish)
   }
 }
 
-// The sum of a row, times the row's scale if the weights are in int8.
-DEVICE float apply_scale(Thread& my, int row, float sum) { return INT8 ? sum * my.s.scale[row] : sum; }
+// The sum of a row, times the row's scale if the weights are in int8, and the sequence's 1 / rms after an RMSNorm.
+template <class P> DEVICE float apply_scales(Thread& my, int b, int row, float sum) {
+  if (INT8) sum *= my.s.scale[row];
+  return P::SCALED ? sum * my.s.inverse_rms[b] : sum;
+}
 
 constexpr int LANES = 30;  // of a warp, whose results fill whole words: 5 in bf16, 10 in fp32
 
@@ -202,7 +205,7 @@ DEVICE void publish(Thread& my, int pass, const float* warp_sums, int first_row,
     const int result = (my.block * P::PASSES + pass) * P::RESULTS + i;
     const bool exists = lane < LANES && b < BATCH && i < P::RESULTS && result < P::N;
     const int row = i * P::RESULT_ROWS;
-    auto sum = [&](int row) { return exists ? apply_scale(my, first_row + row, total<P>(warp_sums, b, row)) : 0; };
+    auto sum = [&](int row) { return exists ? apply_scales<P>(my, b, first_row + row, total<P>(warp_sums, b, row)) : 0; };
     auto bias = [&](int row) { return to_float(my.s.bias[first_row + row]); };
     float number = exists ? epilogue(sum(row) + bias(row)) : 0;
     if (P::RESULT_ROWS == 2 && exists) number *= sum(row + 1) + bias(row + 1);
