@@ -48,13 +48,10 @@ SOURCE = Path(__file__).with_name("persistent.cu")
 MOST_SEQUENCES = 8
 COPIES = 4  # of the words that all blocks poll: with one, the polls queue for the same lines of the L2
 SPLIT_KEYS = 64  # in a split, or more if the blocks are too few: a block takes one split of one head of one sequence
-# TMA copies that a block has in flight, except for the head. A word waits for them on its way through the L2 cache:
-# with 2 copies, a token of 12 layers of 1558M took 347 us on an H200, and with 1 it took 332, both before forget()
-FLYING = 1
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
 FIRST_FACTOR, SECOND_FACTOR = HASH_FACTORS
 CONSTANTS = (  # of persistent.cu
-    *("COPIES", "SPLIT_KEYS", "FLYING", "SHARED_BYTES", "TIMEOUT_NS"),
+    *("COPIES", "SPLIT_KEYS", "SHARED_BYTES", "TIMEOUT_NS"),
     *("ID_FACTOR", "POSITION_FACTOR", "FIRST_FACTOR", "SECOND_FACTOR", "NO_TOKEN"),
 )
 TIMING = False  # record in tensors["timeline"] the cycle at which block 0 begins a token and ends each interval
