@@ -15,7 +15,7 @@ from kernels.decode._step import split_scales
 PIECE_BYTES = 18_000
 MOST_HEAD_ROWS = 24  # most rows of a block in one pass over the head
 MOST_FC_ROWS = 64  # most rows of a block in one pass over fc: a thread needs a register for each row
-LARGE_LAYER = 700_000  # bytes of a layer in a block: copies_in_flight() is 2 for more, and otherwise 1
+LARGE_LAYER = 400_000  # bytes of a layer in a block: copies_in_flight() is 2 for more, and otherwise 1
 LARGE_VOCAB = 2**16  # group_size() is 32 for more logits than this, and otherwise 16
 X_BYTES = 64  # the bytes of x that a tile multiplies: it has 32 columns in bf16
 # How 8 columns lie in memory if tensor cores multiply them: pair() in numbers.cuh and multiply_tile() say why
