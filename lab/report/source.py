@@ -15,7 +15,7 @@ from lab.sweep.compare import is_generation, sequences
 from runtime.config import check
 
 BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files
-LADDER = "-rungs"  # the end of the name of a device's folder with its ladder
+ENDS = "-rungs", "-today"  # of the names of a device's folders with its ladder, and with models of today
 COLLECTED = "train.jsonl", "generate.jsonl"  # the files of runs in results/<device>/
 
 
@@ -121,7 +121,8 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
 def read_lines(folder: Path) -> tuple[list[StoredRow], list[str]]:
     """Return (the lines of a folder that hold a row, the places that hold none).
 
-    The folder of a device has the rows of its ladder, too: results/h200 has those of results/h200-rungs.
+    The folder of a device has the rows of its ladder and of today's models, too: results/h200 has those of
+    results/h200-rungs and results/h200-today.
     """
     lines, left_out = [], []
     for path in job_results(folder):
@@ -130,8 +131,9 @@ def read_lines(folder: Path) -> tuple[list[StoredRow], list[str]]:
             lines.append(StoredRow(row, path))
         else:
             left_out.append(str(path))
-    ladder = folder.resolve().parent / f"{folder.resolve().name}{LADDER}"
-    paths = [place / name for place in (folder, ladder) for name in COLLECTED]
+    own = folder.resolve()
+    folders = [folder, *(own.parent / f"{own.name}{end}" for end in ENDS)]
+    paths = [place / name for place in folders for name in COLLECTED]
     for name in BENCHMARKS:
         paths += sorted({*folder.glob(f"*/{name}.jsonl"), *folder.glob(f"{name}.jsonl")})
     for path in paths:
