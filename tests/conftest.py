@@ -19,8 +19,9 @@ from pathlib import Path
 # jaxlib 0.11 has no older emitter, and a flag that it does not know ends the process
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0"
-    + " --xla_cpu_use_fusion_emitters=false" * bool(find_spec("jaxlib") and version("jaxlib") < "0.11"),
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    if find_spec("jaxlib") and version("jaxlib").startswith("0.10.")
+    else "--xla_backend_optimization_level=0",
 )
 
 # One thread a process, because pytest-xdist's workers already share the cores. Programs that tests start inherit this

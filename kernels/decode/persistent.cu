@@ -90,10 +90,11 @@ constexpr int TILE = 64 / sizeof(T), CHUNK = TILE / 4, TILE_ROW_BYTES = TILE * s
 constexpr int PER_WORD = 12 / sizeof(T);                                                   // results in a word
 
 // N results of a W with K columns. A block multiplies ROWS rows in each of PASSES passes. A pass comes in pieces of up
-// to TILES tiles. A result takes one row, or two with swiglu. SCALED: x is an RMSNorm's without 1 / rms, see normalise().
-template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int WORD_COPIES_, int SCALED_ = 0, int RESULT_ROWS_ = 1>
+// to TILES tiles. A result takes one row, or two with swiglu. AFTER_RMS_NORM: x lacks 1 / rms, see normalise().
+template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int WORD_COPIES_, int AFTER_RMS_NORM_ = 0,
+          int RESULT_ROWS_ = 1>
 struct Product {
-  static constexpr int N = N_, K = K_, ROWS = ROWS_, PASSES = PASSES_, SCALED = SCALED_;
+  static constexpr int N = N_, K = K_, ROWS = ROWS_, PASSES = PASSES_, AFTER_RMS_NORM = AFTER_RMS_NORM_;
   static constexpr int RESULT_ROWS = RESULT_ROWS_, RESULTS = ROWS / RESULT_ROWS;  // of a pass
   static constexpr int WORD_COPIES = WORD_COPIES_;    // of the results
   static constexpr int SHARE = ROWS * PASSES, ROW_GROUPS = ceil_div(ROWS, 8), PADDED = 8 * ROW_GROUPS;
@@ -182,14 +183,14 @@ struct Scratch {  // in shared memory, besides the ring
   };
   alignas(16) float warp_sums[WARPS * BATCH * MOST_SUMS];
   alignas(16) u32 reduction[7 * WARPS];  // Moments, or what sampling reduces
-  float inverse_rms[BATCH];              // of the residual stream in the last RMSNorm
-  float query[D];
+  alignas(16) float query[D];
   alignas(16) KV key[D], value[D];  // of the new token
   alignas(16) float2 tops[WARPS], merge[D / 2][WARPS];
   float cosine[BATCH * D / 2], sine[BATCH * D / 2];
   Stream stream[BATCH * C];
   T bias[ALL_ROWS];
   float scale[INT8 ? ALL_ROWS : 1];
+  float inverse_rms[BATCH];  // of the residual stream in the last RMSNorm
   int token[BATCH], drawn[BATCH], position[BATCH], stopped[BATCH];
   int key_count[BATCH], new_row[BATCH], splits[BATCH], split_keys[BATCH];  // of this token's attention
   u32 seed[BATCH];
@@ -273,9 +274,9 @@ DEVICE void embed(Thread& my) {
   synchronize_compute_warps();
 }
 
-// stream += branch, if there is one, and x = norm(stream). Few threads receive each sequence, because all blocks poll
-// the same words. One pass suffices for the sums, because LayerNorm sums around the last mean. RMSNorm needs no other
-// pass: x = stream * gain, and apply_scales() multiplies the results by 1 / rms.
+// stream += branch, if there is one, and x = norm(stream), or stream * gain for RMSNorm: apply_scales() multiplies the
+// results by 1 / rms. Few threads receive each sequence, because all blocks poll the same words. They sum in one pass:
+// LayerNorm sums around the last mean.
 DEVICE void normalise(Thread& my, const Word* branch) {
   constexpr int AT_ONCE = balanced(WORDS_PER_THREAD, 8);
   const int sequence = my.warp() / WARPS_PER_SEQUENCE, first = my.thread % (32 * WARPS_PER_SEQUENCE);

@@ -1,8 +1,8 @@
 """The kernel of persistent.cu with weights in int8, rounded as int8.py says, which also states the error.
 
 A step reads half the bytes. A matrix goes to the tensor cores in bf16: three or four instructions turn two integers
-into bf16 (numbers.cuh), and each sum is multiplied by its row's scale. In generation on an H200 at batch 1, 124M makes
-7,139 tokens/s (in bf16: 6,944), and 1558M makes 1,021 (906): the bytes are half, but the exchanges between blocks and
+into bf16 (numbers.cuh), and each sum is multiplied by its row's scale. In generation on an H200 at batch 1, 124M made
+7,139 tokens/s (in bf16: 6,944), and 1558M made 1,021 (906): the bytes are half, but the exchanges between blocks and
 the instructions are not.
 """
 

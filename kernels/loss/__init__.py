@@ -51,7 +51,7 @@ CASES = {
     "non_contiguous": {"shape": (6, 10, 64), "vocab": 257, "contiguous": False},
     "fp8": {"shape": (2, 32, 64), "vocab": 257, "fp8": True},
     "fp8_ignored": {"shape": (2, 256, 64), "vocab": 257, "ignored": 0.95, "fp8": True},
-    "softcap": {"shape": (3, 11, 64), "vocab": 264, "ignored": 0.5, "scale": 5.0, "softcap": 5.0},  # 8 * 33, for Gluon
+    "softcap": {"shape": (3, 11, 64), "vocab": 264, "ignored": 0.5, "scale": 5.0, "softcap": 5.0},  # 264: for Gluon
     "softcap_large_logits": {"shape": (16, 64), "vocab": 257, "scale": 30.0, "softcap": 15.0},
     "softcap_fp8": {"shape": (2, 32, 64), "vocab": 257, "ignored": 0.5, "scale": 5.0, "softcap": 5.0, "fp8": True},
 }

@@ -5,8 +5,8 @@ takes one more exponential and one division, and no branch: r is 0 or 1 where th
 The rounding of r moves a capped logit by up to 2^-22 cap: 7e-6 at Gemma's cap of 30. PTX has an instruction for tanh,
 but with its error of 2^-11 that would be 0.015. Without a cap (None) the functions return what they get.
 
-times_slope_at_capped() computes 1 - tanh^2 without r. The rounding of r moves this slope, at most 1, by up to 2^-21.
-Bf16 rounds the gradient by up to 2^-9.
+times_slope_at_capped() computes 1 - tanh^2 from the capped logit. The rounding of r in that logit moves the slope by up
+to 2^-21. Bf16 rounds the gradient by a share of 2^-9, so this matters only for slopes below 2^-12: almost no gradient.
 """
 
 import triton

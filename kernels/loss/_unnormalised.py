@@ -22,7 +22,8 @@ row's maximum as shift, and the 15 rows beside it.
 
 With a soft cap, the exponentials are those of the capped logits. The matmul multiplies p by the slope of the cap, after
 it has summed the rows, and the total that is subtracted from p[target] is multiplied by the target's slope. Two capped
-logits differ by at most 2 cap. So at a cap of 30 and V = 50,304, total is below 2^71, and no row is computed again.
+logits differ by at most 2 cap. So at a cap of 30 and V = 50,304, total is below 2^71 (LARGEST is 2^80), and no row is
+computed again.
 
 The matmul is the backend's: _exponentials.py for triton.py, and gluon.py. The kernels here run before and after it.
 """

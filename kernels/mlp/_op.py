@@ -31,7 +31,7 @@ def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callabl
     def launch_forward(
         x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, save_h: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return y (N, C) and h (N, F), which the backward needs. If save_h is False, the returned h is empty."""
+        """Return y (N, C) and h (N, R), which the backward needs. If save_h is False, the returned h is empty."""
         h = x.new_empty(len(x), len(w_fc))
         a = x.new_empty(len(x), w_proj.shape[1])
         fc_and_gelu(x, w_fc, b_fc, h, a)

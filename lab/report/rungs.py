@@ -38,8 +38,8 @@ DECODING: dict[str, str | None] = {
     "kernels=eager kernels.decode=persistent_int8": None,
 }
 CHOICE = re.compile(r"(kernels|attn|precision)[\w.]*=")
-# the words of all rungs, and one that GPT-2 does not need, because it has no glu
-COMMON_TRAINING, COMMON_DECODING = {"precision=bf16", "kernels.glu=triton"}, {"precision=bf16", "attn=sdpa"}
+# Words that do not tell rungs apart: those of all rungs, and one that has no effect, because GPT-2 has no glu
+IGNORED_TRAINING, IGNORED_DECODING = {"precision=bf16", "kernels.glu=triton"}, {"precision=bf16", "attn=sdpa"}
 VERSION = re.compile(r"(torch|triton|cudnn|cuda) [\d.]+\S*")
 HEAD = ["rung", "what computes", "kernel lines", "tokens/s", "gain"]
 TRAINING_COLUMNS = {"GiB": table.TRAINING["peak GiB"], "first step": table.TRAINING["first step"]}
@@ -96,9 +96,9 @@ def newest_runs(rows: list[dict], ladder: dict[str, str | None]) -> dict[str, li
 
 
 def choice_words(row: dict) -> set[str]:
-    """Return the words of the row's command that choose kernels and precision, without those of all rungs."""
-    common = COMMON_DECODING if is_generation(row) else COMMON_TRAINING
-    return {word for word in shlex.split(row["command"]) if CHOICE.match(word)} - common
+    """Return the words of the row's command that choose kernels and precision, without the ignored ones."""
+    ignored = IGNORED_DECODING if is_generation(row) else IGNORED_TRAINING
+    return {word for word in shlex.split(row["command"]) if CHOICE.match(word)} - ignored
 
 
 def sitting_differences(row: dict, other: dict) -> list[str]:

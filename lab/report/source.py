@@ -15,7 +15,7 @@ from lab.sweep.compare import is_generation, sequences
 from runtime.config import check
 
 BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files
-ENDS = "-rungs", "-today"  # of the names of a device's folders with its ladder, and with models of today
+SUFFIXES = "-rungs", "-today"  # of the names of a device's folders with its ladder, and with models of today
 COLLECTED = "train.jsonl", "generate.jsonl"  # the files of runs in results/<device>/
 
 
@@ -131,8 +131,8 @@ def read_lines(folder: Path) -> tuple[list[StoredRow], list[str]]:
             lines.append(StoredRow(row, path))
         else:
             left_out.append(str(path))
-    own = folder.resolve()
-    folders = [folder, *(own.parent / f"{own.name}{end}" for end in ENDS)]
+    device = folder.resolve()
+    folders = [folder, *(device.parent / f"{device.name}{suffix}" for suffix in SUFFIXES)]
     paths = [place / name for place in folders for name in COLLECTED]
     for name in BENCHMARKS:
         paths += sorted({*folder.glob(f"*/{name}.jsonl"), *folder.glob(f"{name}.jsonl")})

@@ -381,7 +381,7 @@ def compile_gluon_glu() -> None:
     for bias in (False, True):
         for name, kernel, operands, unused, spilled in (
             ("forward", glu_gluon._glu_fwd_gluon_kernel, forward, "b_ptr", 0),
-            # 5 registers, in the first slice of an epilogue
+            # 24 bytes, in the first slice of an epilogue
             ("backward", glu_gluon._glu_bwd_gluon_kernel, backward, "partial_ptr", 24 * bias),
         ):
             fixed = glu_gluon.LAUNCH | ({} if bias else {unused: None})

@@ -387,11 +387,21 @@ def test_a_block_that_does_not_answer_is_an_error(launch, monkeypatch):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(GPU, reason="the emulator has schedules")
-@pytest.mark.parametrize("name", ["persistent.cu", "products.cuh", "attention.cuh", "sampling.cuh"])
-def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("persistent.cu", "ragged"),
+        ("persistent.cu", "llama"),
+        ("products.cuh", "ragged"),
+        ("attention.cuh", "ragged"),
+        ("sampling.cuh", "ragged"),
+    ],
+)
+def test_the_emulator_notices_a_missing_barrier(name, case, launch, monkeypatch, tmp_path):
     """Without any one of the block's barriers a launch hangs, crashes, or leaves another result, in some schedule.
 
-    In a copy of the sources, the barrier whose number is in MISSING_BARRIER is passed over.
+    In a copy of the sources, the barrier whose number is in MISSING_BARRIER is passed over. RMSNorm returns before
+    the second barrier of normalise().
     """
     shutil.copytree(emulator.FOLDER.parent, tmp_path / "decode")
     numbers = {}  # file name -> the numbers of its barriers
@@ -402,7 +412,7 @@ def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_p
             f"if (missing_barrier() != {i}) {BARRIER}{part}" for i, part in zip(numbers[path.name], others, strict=True)
         )
         path.write_text("".join([MISSING_BARRIER if path.name == "persistent.cu" else "", first, *conditional]))
-    weights, tokens, cache = case_inputs("ragged").values()
+    weights, tokens, cache = case_inputs(case).values()
     samplings = [SAMPLINGS["both"]]  # its top_k is more than there are groups of logits
     if name == "sampling.cuh":
         samplings.append(Sampling(97, top_k=6))  # fewer
@@ -437,7 +447,8 @@ def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_p
     emulator.compile_for_cpu.cache_clear()
     pack(weights, copy_cache(cache))  # compile once, and not in each process
     assert not any(differs(*run) for run in [*runs.items()][:: len(runs) // len(settings)])  # one run of each setting
-    for i in numbers[name]:
+    not_reached = numbers[name][2] if case == "llama" else None
+    for i in set(numbers[name]) - {not_reached}:
         assert any(differs(*run, missing=i) for run in runs.items()), f"{name}: barrier {i} is not needed"
     emulator.compile_for_cpu.cache_clear()
 
@@ -504,7 +515,7 @@ def defined_on_an_h200(shape, batch, kv_dtype=None, quantize=None):
 
 
 def test_only_a_large_layer_has_two_copies_in_flight():
-    """A block's bytes of a layer: 928 KB of Llama-3.2-1B, and 246 KB of Qwen3-0.6B."""
+    """A block's bytes of a layer: 942 KB of Llama-3.2-1B, and 246 KB of Qwen3-0.6B."""
     flying = {shape: defined_on_an_h200(shape, batch=1)["FLYING"] for shape in SIZES}
     assert flying == {shape: 1 + (shape in ("1558m", "llama-3.2-1b")) for shape in SIZES}
 

@@ -656,7 +656,10 @@ def test_loss_in_gluon(impl, given):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("save_h", [False, True])
 def test_glu_around_the_kernels_in_gluon(save_h, bias, monkeypatch):
-    """The launchers of glu/gluon.py follow the rule, with the two kernels in PyTorch. dh may be the buffer of h."""
+    """The launchers of glu/gluon.py follow the rule, with the two kernels in PyTorch.
+
+    Without save_h, dh is the buffer of h.
+    """
     kernel, module = (importlib.import_module(f"kernels.glu.{name}") for name in ("_gluon_kernel", "gluon"))
 
     def forward(x, w, gate, up, a, b_ptr, N, F, C, **_):
@@ -693,7 +696,7 @@ def test_glu_around_the_kernels_in_gluon(save_h, bias, monkeypatch):
     [
         {"shape": (5000, 64), "hidden": 1064},  # several tiles for each program, with a partial one in each dimension
         {"shape": (300, 72), "hidden": 200, "bias": True},
-        {"shape": (129, 200), "hidden": 40, "bias": True},  # up has no columns of its own in the second slice
+        {"shape": (129, 200), "hidden": 40, "bias": True},  # the second slice of the gate reaches into up
         {"shape": (1, 8), "hidden": 8},
     ],
     ids=str,

@@ -17,6 +17,7 @@ from tests.test_parallel import torchrun
 from tests.test_train import ROOT
 
 CONFIG = OptimConfig(**ADAMW, name="muon", momentum=0.9)
+NO_INTERPRETER = "on a CPU it needs Triton's interpreter, which is off with a GPU"
 HIDDEN = ["h.0.weight", "h.2.weight", "h.3.weight", "h.4.weight"]
 
 
@@ -52,7 +53,7 @@ def muon(net, ranks=None, dtype=torch.float32, config=CONFIG, **options):
 
 def flat_muon(net, ranks=None, dtype=torch.float32, config=CONFIG, **options):
     if DEVICE == "cuda":
-        pytest.skip("on a CPU it needs Triton's interpreter, which is off with a GPU")
+        pytest.skip(NO_INTERPRETER)
     adamw, op = load("adamw", "triton", torch.device("cpu")), load("muon", "eager", torch.device("cpu"))
     return FlatMuon(net, config, adamw, op, ranks, dtype, **options)
 
@@ -319,7 +320,7 @@ with join_ranks(torch.device("cpu")) as ranks:
 def test_two_ranks_share_the_matrices_and_make_the_steps_of_one(tmp_path):
     """With the same batches on both ranks, every bit is that of one rank. With divided batches, the sums round."""
     if DEVICE == "cuda":
-        pytest.skip("on a CPU it needs Triton's interpreter, which is off with a GPU")
+        pytest.skip(NO_INTERPRETER)
     script = tmp_path / "ranks.py"
     script.write_text(RANKS.format(root=str(ROOT)))
     code, out, err = torchrun(tmp_path, script=script)

@@ -2,8 +2,9 @@
 
 constexpr int KEY_LANES = power_of_two(D / 8), STEP_KEYS = THREADS / KEY_LANES;  // a lane has 8 channels of a key
 constexpr bool ALL_LANES = KEY_LANES * 8 == D;                                    // have channels
-// Keys that a lane loads together: before the wait for q, those of a split. A token of 8 sequences, whose heads are not
-// split, takes 237.5 us with 3, 244.0 with 2, and 239.7 with 4 (124M, H200)
+// Keys that a lane loads together. The first load comes before the wait for q. It takes a whole split of SPLIT_KEYS
+// keys, if 4 a lane suffice. A token of 8 sequences, whose heads are not split, takes 237.5 us with 3, 244.0 with 2, and
+// 239.7 with 4 (124M, H200)
 constexpr int DEPTH = KV_BITS == 32 ? 1 : HAS_SPLITS ? smaller(4, ceil_div(SPLIT_KEYS, STEP_KEYS)) : 3;
 
 DEVICE Vector<KV, 8> load_row(const KV* from, bool exists) {
@@ -105,8 +106,9 @@ DEVICE Merged merge_warps(Thread& my, int pair) {
   return {first * inverse, second * inverse, sum > 0 ? top + log2f(sum) : LOWEST};
 }
 
-// A word holds SPLIT_CHANNELS channels of a split, and its log-sum-exp: four in bf16, or two in fp32. All blocks read all
-// of them: with two channels a word, combine() took 4,494 cycles of a layer of Qwen3-0.6B on an H200, and with four 2,634.
+// A word holds SPLIT_CHANNELS channels of a split, and its log-sum-exp: four in bf16, or two in fp32. All blocks read
+// all of these words. With two channels in a word combine() took 4,494 cycles of a layer of Qwen3-0.6B on an H200, and
+// with four 2,634. Each copy of a word has a thread, which merges anew: then no thread stores more than one.
 DEVICE void publish_split(Thread& my, Word* words) {
   for (int i = my.thread; i < COPIES * SPLIT_WORDS; i += THREADS) {
     const int copy = i / SPLIT_WORDS, place = i % SPLIT_WORDS;

@@ -11,7 +11,7 @@ from kernels.decode import Weights
 from kernels.decode._step import split_scales
 
 # Most bytes in one TMA copy. A copy has at least one tile for each warp, even if that is more. On an H200, a token of
-# 12 layers of 1558M took 393 us with 14,000, and 355 us with 18,000 (measured before copies_in_flight())
+# 12 layers of 1558M took 393 us with 14,000, and 355 us with 18,000 (with no limit of copies in flight)
 PIECE_BYTES = 18_000
 MOST_HEAD_ROWS = 24  # most rows of a block in one pass over the head
 MOST_FC_ROWS = 64  # most rows of a block in one pass over fc: a thread needs a register for each row
@@ -106,9 +106,9 @@ def group_size(weights: Weights) -> int:
 def copies_in_flight(weights: Weights, plans: dict[str, Plan]) -> int:
     """Return how many TMA copies a block has in flight, except for the norms and the head.
 
-    Words wait for them on their way through the L2 cache: a token of Qwen3-0.6B takes 461 us with 1 copy, and 499 with
-    2 (H200). But one copy after the other reads only 2.5 TB/s, which is too slow for large layers: Llama-3.2-1B takes
-    794 us with 1, 664 with 2 and 681 with 3, and 1558M 1,075 with 1 and 1,056 with 2.
+    Words wait for the copies on their way through the L2 cache: a token of Qwen3-0.6B takes 461 us with 1 copy, and
+    499 with 2 (H200). But one copy after the other reads only 2.5 TB/s, which is too slow for large layers:
+    Llama-3.2-1B takes 794 us with 1, 664 with 2 and 681 with 3, and 1558M 1,075 with 1 and 1,056 with 2.
     """
     *layers, _ = products(weights)
     layer_bytes = sum(plans[each.name].share * each.weight.shape[1] * each.weight.itemsize for each in layers[:4])
