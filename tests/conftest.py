@@ -30,7 +30,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The programs then share the compiled modules of the repo, which saves each of them 0.25 s
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-import numpy as np
 import pytest
 import torch
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -89,86 +88,12 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(CACHE / f"inductor-{os.environ.get('
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
-def speed_up_triton_interpreter() -> None:
-    """Patch Triton's interpreter, which makes most of the time of kernels in it. The results stay the same.
-
-    This replaces private parts of triton.runtime.interpreter and triton.language (pyproject.toml lists
-    the tested versions). tests/test_conftest.py fails if a patch stops working.
-    """
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    generic_reduce = interpreter.ReduceOps.generic_reduce
-
-    @functools.wraps(generic_reduce)
-    def reduce_halves(self, tensors):
-        """Reduce with a function of ours. Triton calls the function once for every number.
-
-        This passes it the two halves of a block, then the halves of the result, and so on: 10 calls for 1024 columns.
-        """
-        if self.axis is None or self.keep_dims:
-            return generic_reduce(self, tensors)
-        blocks = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in tensors]
-        dtypes = [tensor.dtype for tensor in tensors]
-        while (half := len(blocks[0]) // 2) > 0:  # the length of a Triton block is a power of two
-            halves = [block[:half] for block in blocks] + [block[half:] for block in blocks]
-            results = self.combine_fn.fn(*map(self.to_tensor, halves, 2 * dtypes))
-            if not isinstance(results, tuple):
-                results = (results,)
-            blocks = [result.handle.data for result in results]
-        return [self.to_tensor(block[0], dtype) for block, dtype in zip(blocks, dtypes, strict=True)]
-
-    get_np_dtype, numpy_dtypes = interpreter._get_np_dtype, {}
-
-    def numpy_dtype(dtype):
-        """Return the dtype from a table. Triton builds the table in each call."""
-        name = dtype.scalar.name
-        if name not in numpy_dtypes:
-            numpy_dtypes[name] = get_np_dtype(dtype)
-        return numpy_dtypes[name]
-
-    patch_lang = interpreter._patch_lang
-
-    @functools.cache
-    def modules_of(function):
-        return [module for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())]
-
-    def patch_lang_once(function):
-        """Patch triton.language once a launch. Triton also patches it in each call of a function from a kernel."""
-        if modules_of(function) and not any(tl.core.is_builtin(module.load) for module in modules_of(function)):
-            return interpreter._LangPatchScope()
-        return patch_lang(function)
-
-    make_type, make_tensor, type_fields, tensor_fields = tl.block_type.__init__, tl.tensor.__init__, {}, {}
-
-    def make_block_type(self, element_ty, shape):
-        """Take the fields of an equal type, if there is one. Triton computes them for the result of each operation."""
-        key = element_ty.name, *(getattr(side, "value", side) for side in shape)
-        if key not in type_fields:
-            make_type(self, element_ty, shape)
-            type_fields[key] = vars(self).copy()
-        vars(self).update(type_fields[key])
-
-    def make_block(self, handle, type):
-        """Take the fields of a tensor of the same type in the same way."""
-        if type.name not in tensor_fields:
-            make_tensor(self, handle, type)
-            tensor_fields[type.name] = vars(self).copy()
-        vars(self).update(tensor_fields[type.name], handle=handle, type=type)
-
-    interpreter.ReduceOps.generic_reduce = reduce_halves
-    tl.block_type.__init__ = make_block_type
-    tl.tensor.__init__ = make_block
-    # Triton uses the result of its checks for overflow only if options.debug is true
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    interpreter._get_np_dtype = numpy_dtype
-    interpreter._patch_lang = patch_lang_once
-
-
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so before the kernels are imported
     if find_spec("triton"):
-        speed_up_triton_interpreter()
+        from tests import interpreter
+
+        interpreter.speed_up()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""The patches of Triton's interpreter in tests/conftest.py work, and are still needed."""
+"""The patches of Triton's interpreter in tests/interpreter.py work, and are still needed."""
 
 import gc
 import sys
@@ -81,6 +81,44 @@ def test_equal_types_share_their_fields(monkeypatch):
     count_calls()
     monkeypatch.setattr(tl.core, "_unwrap_shape", None)
     assert count_calls() == 6
+
+
+@triton.jit
+def operators_kernel(x_ptr, y_ptr, stride, N: tl.constexpr):
+    """Combine blocks, columns, rows, scalars and numbers of several dtypes."""
+    row, column = tl.arange(0, 4)[:, None], tl.arange(0, N)[None, :]
+    offsets = row.to(tl.int64) * stride + column
+    mask = ((row < 3) & (column >= 1)) | (row == column)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    y = (x * tl.load(x_ptr) - 0.1) * x + (2 - x) * (row != 1)
+    y = y.to(tl.float32) * 1e-3 + (column & 3) - tl.sum(x, 0)
+    tl.store(offsets + y_ptr, y.to(tl.float16), mask=offsets <= 4 * N - 2)
+
+
+def run_operators(dtype):
+    x, y = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 8, dtype=torch.float16)
+    operators_kernel[(1,)](x.to(dtype), y, 8, 8)
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_short_ways_of_operators_change_no_bits(dtype, monkeypatch):
+    short = run_operators(dtype)
+    for owner, name in (
+        (interpreter, "_patch_lang_tensor"),
+        *((tl.semantic.TritonSemantic, name) for name in ("broadcast_impl_value", "cast", "arange")),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+    assert short.abs().sum() > 0
+    assert torch.equal(short, run_operators(dtype))
+
+
+def test_simple_operators_take_the_short_way(monkeypatch):
+    """So no types are checked for x + x, nor for the addition of a pointer and an offset."""
+    monkeypatch.setattr(tl.semantic.TritonSemantic, "binary_op_type_checking_impl", None)
+    x = torch.ones(4)
+    add_kernel[(1,)](x, 4)
+    assert x.tolist() == [2.0] * 4
 
 
 def test_what_was_imported_is_freed_at_the_end_if_nanobind_is_in_it(request, monkeypatch):
