@@ -4,6 +4,7 @@ This file does not import torch, because --help needs it and has to be quick.
 """
 
 import ast
+import functools
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,12 @@ ALL_OPS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 ALL_OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
 
 
+parse = functools.cache(ast.parse)  # the page of a device asks for a contract's constants a hundred times
+
+
 def read_constant(op: str, name: str, default: Any) -> Any:
     """Return the value of `name` at the top level of the op's contract. Its file is read and not imported."""
-    for node in ast.parse(read_text(ROOT / op / "__init__.py")).body:
+    for node in parse(read_text(ROOT / op / "__init__.py")).body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         # TRAINS = False is an Assign, and TRAINS: bool = False an AnnAssign

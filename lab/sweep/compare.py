@@ -157,17 +157,26 @@ def pair_runs(rows: list[dict], bases: list[dict]) -> list[tuple[dict, dict]]:
     return pairs or list(zip(rows, bases, strict=False))
 
 
-def log_ratio(seconds: list[float], base_seconds: list[float], resample: Callable = list) -> float:
-    """Return the logarithm of the ratio of two runs' speeds, from their work_seconds(): the median over the intervals.
+def timed_intervals(seconds: list[float], base_seconds: list[float]) -> tuple[list[float], ...]:
+    """Return what log_ratio() takes for two runs, from their work_seconds().
 
     Each interval is compared with the baseline's interval of the same steps, because both work on the same batches. (On
     an H200, steps of GPT-2 124M in bf16 differ by 4%, by the same amount in every run. The ratios of two runs' steps
     differ by 0.3 to 0.9% only: results/h200-same.) Runs of different lengths are compared by the medians of their
-    seconds. A bootstrap passes `resample`, which draws a sample of the intervals.
+    seconds.
     """
     if len(seconds) == len(base_seconds):
-        return statistics.median(resample([math.log(b / a) for a, b in zip(seconds, base_seconds, strict=True)]))
-    return math.log(statistics.median(resample(base_seconds)) / statistics.median(resample(seconds)))
+        return ([math.log(b / a) for a, b in zip(seconds, base_seconds, strict=True)],)
+    return base_seconds, seconds
+
+
+def log_ratio(intervals: tuple[list[float], ...], resample: Callable = list) -> float:
+    """Return the logarithm of the ratio of two runs' speeds, from their timed_intervals(): the median over these.
+
+    A bootstrap passes `resample`, which draws a sample of the intervals.
+    """
+    medians = [statistics.median(resample(values)) for values in intervals]
+    return medians[0] if len(medians) == 1 else math.log(medians[0] / medians[1])
 
 
 def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
@@ -191,8 +200,9 @@ def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
     def resample(values: list) -> list:
         return generator.choices(values, k=len(values))
 
-    value = statistics.fmean(log_ratio(*pair) for pair in pairs)
-    draws = sorted(statistics.fmean(log_ratio(*pair, resample) for pair in resample(pairs)) for _ in range(DRAWS))
+    intervals = [timed_intervals(*pair) for pair in pairs]
+    value = statistics.fmean(map(log_ratio, intervals))
+    draws = sorted(statistics.fmean([log_ratio(each, resample) for each in resample(intervals)]) for _ in range(DRAWS))
     low, high = (value + widening(samples) * (draws[int(quantile * DRAWS)] - value) for quantile in (0.025, 0.975))
     margin = math.log1p(RESOLUTION)
     return Ratio(
