@@ -1,4 +1,4 @@
-"""The patches of Triton's interpreter in tests/interpreter.py work, and are still needed."""
+"""The patches of Triton's interpreter in tests/interpreter.py work, and are still needed; also one of Hydra."""
 
 import gc
 import sys
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -16,6 +17,8 @@ import triton
 from triton import language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import ReduceOps
+
+from tests.test_train import config
 
 ROOT = Path(__file__).parents[1]
 calls = []
@@ -119,6 +122,12 @@ def test_simple_operators_take_the_short_way(monkeypatch):
     x = torch.ones(4)
     add_kernel[(1,)](x, 4)
     assert x.tolist() == [2.0] * 4
+
+
+def test_a_second_config_reads_no_file(monkeypatch):
+    config("model.n_layer=1")
+    monkeypatch.setattr(OmegaConf, "load", None)
+    assert config("model.n_layer=2").model.n_layer == 2
 
 
 def test_what_was_imported_is_freed_at_the_end_if_nanobind_is_in_it(request, monkeypatch):
