@@ -306,6 +306,7 @@ def shape_with_long_sums(op, device):
 
 COMPILED = {  # every case of an op that is not in the table
     "norm": ["small_weights", "fp32_residual", "plain"],
+    "rms_norm": ["small_weights", "fp32_residual", "no_residual", "non_contiguous", "eps"],
     "attention": ["64", "gqa", "decode", "lengths", "window", "documents"],
     "linear": ["non_contiguous", "no_bias", "fp8"],
     "mlp": ["non_contiguous", "no_bias", "fp8", "relu2"],
