@@ -31,12 +31,12 @@ CHOICES = {
     ("compile", "sdpa", "bf16"): "torch.compile",
     ("triton", "triton", "bf16"): "triton",
     ("gluon", "gluon", "bf16"): "gluon",
-    ("gluon+triton", "gluon", "fp8"): "gluon, fp8",
+    ("gluon+triton", "gluon", "fp8"): "fp8",
 }
 LEAN = "gluon, recomputing norms"
 # Choices that mix backends, by the words of their commands; their kernels differ with the model's ops
 MIXED = {
-    "attn=gluon kernels.glu=triton kernels.loss=triton kernels=gluon precision=fp8": "gluon, fp8",
+    "attn=gluon kernels.glu=triton kernels.loss=triton kernels=gluon precision=fp8": "fp8",
     "attn=gluon kernels.rms_norm=triton_recompute kernels.rope=triton_recompute kernels=gluon precision=bf16": LEAN,
 }
 BASELINE = "torch.compile"

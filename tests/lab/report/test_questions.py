@@ -6,7 +6,7 @@ from lab.report.questions import CHOICES, decoding, draw_questions, fastest, lab
 from tests.lab.report.sample_rows import ENV, make_config, make_context_row, make_generation_row, make_row
 from tests.lab.report.test_report import cells
 
-SPEEDS = {"eager PyTorch": 400, "torch.compile": 500, "triton": 550, "gluon": 600, "gluon, fp8": 800}  # tokens/s
+SPEEDS = {"eager PyTorch": 400, "torch.compile": 500, "triton": 550, "gluon": 600, "fp8": 800}  # tokens/s
 
 
 def make_run(choice, speed, model="gpt2_124m", *, gib=10.0, commit="a", day=27, gpu="a", status="ok", peer=None):
@@ -55,7 +55,7 @@ def test_a_column_is_the_sitting_with_the_most_choices_and_of_these_the_newest(r
         ["torch.compile", "500"],
         ["triton", "550, 1.100x"],
         ["gluon", "600, 1.200x"],
-        ["gluon, fp8", "**800, 1.600x**"],
+        ["fp8", "**800, 1.600x**"],
     ]
     assert "\n\n64 x 1024 tokens a step on one H200, commit aaaaaaa, 2026-11-27.\n\n" in text
 
@@ -77,7 +77,7 @@ def test_repeats_have_an_interval_and_columns_of_other_sittings_are_named(result
 
 
 def test_memory_is_the_largest_peak_beside_torch_compiles(results):
-    peaks = {"eager PyTorch": 50.0, "torch.compile": 20.0, "triton": 12.0, "gluon": 10.0, "gluon, fp8": 11.0}
+    peaks = {"eager PyTorch": 50.0, "torch.compile": 20.0, "triton": 12.0, "gluon": 10.0, "fp8": 11.0}
     runs = [make_run(name, 1, gib=peaks[name] - less) for less in (0, 1) for name in SPEEDS]
     keep(results, "h200-rungs", runs)
     assert [line[1] for line in table(memory("h200"))[1:]] == [
@@ -90,13 +90,13 @@ def test_memory_is_the_largest_peak_beside_torch_compiles(results):
 
 def test_a_choice_of_several_backends_is_known_by_its_words():
     """Its kernels differ with the model: SwiGLU has no backend in Gluon."""
-    row = make_run("gluon, fp8", 1)
-    assert label(row) == "gluon, fp8"
+    row = make_run("fp8", 1)
+    assert label(row) == "fp8"
     row["config"]["kernels"] |= dict.fromkeys(("norm", "mlp", "loss"), "triton")
-    assert label(row) != "gluon, fp8"
+    assert label(row) != "fp8"
     words = "kernels=gluon kernels.loss=triton kernels.glu=triton attn=gluon precision=fp8"
     row["command"] = f"python train.py model=smollm2_135m {words}"
-    assert label(row) == "gluon, fp8"
+    assert label(row) == "fp8"
 
 
 def test_another_system_of_the_sitting_stands_beside_our_fastest_exact_choice(results):
