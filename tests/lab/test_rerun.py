@@ -167,13 +167,13 @@ def test_a_hostile_command_is_refused_in_one_line(command):
 
 
 def test_every_kept_row_of_a_run_has_a_command_that_may_run_again():
-    """Without the keys of one run, it is the row's command, word for word."""
+    """Without the keys of one run, it is the row's command, word for word. Only rows of scripts.peers have none."""
     kept = [path for path in (ROOT / "results").rglob("*.jsonl") if "command" in path.read_text().partition("\n")[0]]
     count = 0
     for path in kept:
         for row in map(json.loads, path.read_text().splitlines()):
             words = [word for word in shlex.split(row["command"]) if not word.startswith("out_dir=")]
-            assert rerun_command(row) == shlex.join(words)
+            assert rerun_command(row) == ("" if "scripts.peers" in words else shlex.join(words))
             count += 1
     assert count > 400
 
