@@ -29,12 +29,12 @@ DEVICE bool gives_up(Thread& my, u32 polls, u64& since) {
 template <int N, class At, class Exists> DEVICE void receive(Thread& my, Word (&word)[N], At at, Exists exists) {
   u64 since = 0;
 #pragma unroll
-  for (int i = 0; i < N; ++i) word[i] = {{0, 0, 0}, my.epoch};
+  for (int i = 0; i < N; ++i) word[i] = {{0, 0, 0}, exists(i) ? ~my.epoch : my.epoch};
   for (u32 polls = 1;; ++polls) {
     bool complete = true;
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (exists(i)) word[i] = load_word(at(i));
+    for (int i = 0; i < N; ++i)  // a word that has come is not loaded again, because polls delay other words
+      if (word[i].epoch != my.epoch) word[i] = load_word(at(i));
 #pragma unroll
     for (int i = 0; i < N; ++i) complete &= word[i].epoch == my.epoch;
     if (vote(complete) == ~0u || gives_up(my, polls, since)) return;
