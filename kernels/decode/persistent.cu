@@ -31,8 +31,9 @@
 // the blocks that attend do it where they rotate: one warp receives a whole head, so the mean square needs no barrier.
 // A wide fc has several passes, because a thread keeps the sums of a pass in registers.
 //
-// 12 layers take some 109 us, the head 15 us, and the draw 12 us. A layer takes 15,800 cycles. Five exchanges of 0.82
-// us are 7,000 of them. Instructions count too: a warp has some 2,600 in a layer, and two warps share a scheduler.
+// 12 layers take some 109 us, the head 15 us, and a draw with top_k 12 us. A layer takes 15,800 cycles. Five exchanges
+// of 0.82 us are 7,000 of them. Instructions count too: a warp has some 2,600 in a layer, and two warps share a
+// scheduler.
 // Four measures paid. Few threads poll, and share the words through shared memory. A warp leaves a poll together,
 // because lanes that went on alone ran the code after it up to four times. No branch stands between the loads of two
 // tiles. A warp releases a piece soon after it has read it: 170 us a token instead of 178.

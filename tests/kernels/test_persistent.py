@@ -541,7 +541,7 @@ def test_the_kernel_fits_into_a_multiprocessor(shape, batch, kv_dtype, quantize,
     done = subprocess.run([*command, persistent.SOURCE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     spilled = int(done.stderr.split("frame, ")[1].split(" bytes spill stores")[0])
-    assert spilled <= (64 if shape == "qwen3-0.6b" else 16)
+    assert spilled <= 16
     registers = int(done.stderr.split("Used ")[1].split(" registers")[0])
     assert registers <= 65_536 // (128 * ceil((warps + 1) / 4))  # warps get registers in fours
     assert persistent.SHARED_BYTES == 227 * 1024

@@ -1,11 +1,14 @@
 // The next token of each sequence, as kernels/sampling.py draws it.
 //
-// Every block publishes its logits in groups of 16 or 32, and a summary of each group: the largest logit, the sum of
-// probabilities and, without top_k, the best score = logit / temperature - log(noise). Block b draws for sequence b.
-// With top_k it reads only the groups with the k largest maxima, or a few more, because they hold the k largest logits,
-// and scores their logits. The id with the best score is the proposal. It is rejected if k or more logits are larger,
-// or if the larger logits together have at least the probability top_p. Then the best of the larger logits is the next
-// proposal (rejection, as in FlashInfer).
+// Without top_k and top_p, and with temperature 0, the token is the id with the best score = logit / temperature -
+// log(noise). Every block publishes its best one, and finds the best of all blocks.
+//
+// With top_k or top_p, every block publishes its logits in groups of 16 or 32, and a summary of each group: the largest
+// logit, the sum of probabilities and, without top_k, the best score. Block b draws for sequence b. With top_k it reads
+// only the groups with the k largest maxima, or a few more, because they hold the k largest logits, and scores their
+// logits. The id with the best score is the proposal. It is rejected if k or more logits are larger, or if the larger
+// logits together have at least the probability top_p. Then the best of the larger logits is the next proposal
+// (rejection, as in FlashInfer).
 
 struct Scan {  // of the logits above a threshold: the best one, how many, and the sum of their probabilities
   Candidate best;
@@ -95,6 +98,44 @@ DEVICE Scan scan_above(Thread& my, int b, int group_count, int candidate_count, 
 }
 
 DEVICE bool limits_count(const Arguments& a) { return a.temperature > 0 && a.top_k > 0 && a.top_k < a.n_vocab; }
+
+DEVICE bool limits_draw(const Arguments& a) { return limits_count(a) || (a.temperature > 0 && a.top_p < 1); }
+
+// Publish the best candidate of this block for each sequence.
+DEVICE void publish_best(Thread& my) {
+#pragma unroll 1
+  for (int b = 0; b < BATCH; ++b) {
+    Candidate best;
+    for (int row = my.thread; row < Head::SHARE; row += THREADS) {
+      const int id = my.block * Head::SHARE + row;
+      float logit = my.s.head.logits[b * Head::SHARE + row];
+      logit = logit < INF ? logit : INF;  // NaN becomes inf, and best_token() finds it
+      if (id < my.a.n_vocab) best = better(best, {score_of(my.a, logit, id, counter_of(my, b)), logit, id});
+    }
+    best = reduce(my, best, better);
+    if (my.thread > 0) continue;
+    fence();
+    const Word word = make_word(best.score, best.logit, __uint_as_float((u32)best.id), my.epoch);
+    store_word(words_of(my, b, my.block * GROUPS), word);
+  }
+}
+
+// Return the best candidate of all blocks for sequence b, or NO_TOKEN if a logit is NaN or inf, or if all are -inf.
+DEVICE int best_token(Thread& my, int b) {
+  constexpr int EACH = ceil_div(BLOCKS, 32);
+  Word word[EACH];
+  const Word* words = words_of(my, b, my.lane() * GROUPS);
+  auto exists = [&](int i) { return my.lane() + 32 * i < BLOCKS; };
+  receive(my, word, [&](int i) { return words + 32 * i * GROUPS * GROUP_WORDS; }, exists);
+  Candidate best;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i)
+    if (exists(i))
+      best = better(best, {__uint_as_float(word[i].data[0]), __uint_as_float(word[i].data[1]), (int)word[i].data[2]});
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) best = better(best, exchange(best, my.lane() ^ mask));
+  return best.logit > -INF && best.logit < INF ? best.id : NO_TOKEN;
+}
 
 // Publish each group of logits, and its summary.
 DEVICE void summarize(Thread& my) {
@@ -281,7 +322,6 @@ DEVICE int draw_row(Thread& my, int b) {
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) candidate.logit = i == place ? logit[i] : candidate.logit;
     candidate = reduce(my, Candidate{score_of(a, candidate.logit, id, counter_of(my, b)), candidate.logit, id}, better);
-    if (a.temperature == 0 || a.top_p >= 1) return candidate.id;
   }
   const float list_above = limited ? number_of_key(low << KEY_SHIFT) : -INF;
   const int group_count = list_groups(my, top, list_above);
@@ -327,19 +367,46 @@ DEVICE void take_token(Thread& my, int b, int id, bool stopped) {
   my.s.position[b] += 1;
 }
 
-// Draw a token for each sequence, and tell all blocks. A stopped sequence keeps its token and position. NO_TOKEN stops.
-DEVICE void draw_tokens(Thread& my, int step) {
+// Whether sequence b stops at a token.
+DEVICE bool stops(const Thread& my, int b, int id) {
+  bool stopped = my.s.stopped[b] || id == NO_TOKEN;
+  for (int i = 0; i < my.a.stop_count; ++i) stopped |= id == my.a.stops[i];
+  return stopped;
+}
+
+// Write the drawn token, and if the sequence stops, the same for all later steps.
+DEVICE void write_drawn(const Arguments& a, int b, int id, bool stopped, int step) {
+  for (int later = step; later < (stopped ? a.steps : step + 1); ++later) a.drawn[(i64)b * a.steps + later] = id;
+}
+
+// Draw from all logits, with one exchange: a warp finds the best token of a sequence in the words of all blocks.
+DEVICE void draw_best(Thread& my, int step) {
+  const Arguments& a = my.a;
+  publish_best(my);
+  mark(my);
+  for (int b = my.warp(); b < BATCH; b += WARPS) {
+    const int id = my.s.stopped[b] ? my.s.drawn[b] : smaller(best_token(my, b), a.n_vocab - 1);
+    fence();
+    if (my.lane() > 0) continue;
+    const bool stopped = stops(my, b, id);
+    take_token(my, b, id, stopped);
+    if (my.block == b % BLOCKS) write_drawn(a, b, id, stopped, step);
+  }
+  mark(my);
+}
+
+// Draw with top_k or top_p, with two exchanges: block b draws for sequence b, and tells all blocks.
+DEVICE void draw_limited(Thread& my, int step) {
   const Arguments& a = my.a;
   summarize(my);
   mark(my);
   for (int b = my.block; b < BATCH; b += BLOCKS) {
-    int id = my.s.stopped[b] ? my.s.drawn[b] : smaller(draw_row(my, b), a.n_vocab - 1);
+    const int id = my.s.stopped[b] ? my.s.drawn[b] : smaller(draw_row(my, b), a.n_vocab - 1);
     if (my.thread > 0) continue;
-    int stopped = my.s.stopped[b] || id == NO_TOKEN;
-    for (int i = 0; i < a.stop_count; ++i) stopped |= id == a.stops[i];
+    const bool stopped = stops(my, b, id);
     fence();
     store_word(a.token + b, {{(u32)id, (u32)stopped, 0}, my.epoch});
-    for (int later = step; later < (stopped ? a.steps : step + 1); ++later) a.drawn[(i64)b * a.steps + later] = id;
+    write_drawn(a, b, id, stopped, step);
   }
   mark(my);
   if (my.warp() == 0) {
@@ -349,6 +416,12 @@ DEVICE void draw_tokens(Thread& my, int step) {
     fence();
     if (b < BATCH) take_token(my, b, (int)word[0].data[0], word[0].data[1]);
   }
+}
+
+// Draw a token for each sequence, in all blocks. A stopped sequence keeps its token and position. NO_TOKEN stops.
+DEVICE void draw_tokens(Thread& my, int step) {
+  if (limits_draw(my.a)) draw_limited(my, step);
+  else draw_best(my, step);
   synchronize_compute_warps();
   bool running = false;
   for (int b = 0; b < BATCH; ++b) running |= !my.s.stopped[b];
