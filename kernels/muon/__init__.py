@@ -18,7 +18,8 @@ Each product is rounded once, after the sum of its epilogue. With a rounding bef
 as large, because a step makes the error of a small singular value up to 3.4 times as large.
 
 The optimizer calls the op, and not the model (OPTIMIZER), so kernels.compile=true does not compile it. The op has no
-gradients. It has no products(), because its FLOPs are no floor: gram.py computes the same polynomial with fewer.
+gradients. It has no products(), because its FLOPs are no floor: triton.py and gram.py compute the same polynomial with
+fewer.
 """
 
 from collections.abc import Sequence

@@ -216,12 +216,12 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
         tma = has_tma.__wrapped__(GPU) and dtype == torch.bfloat16
     end = "" if dtype == torch.bfloat16 else " in fp32"
 
-    def build(name, kernel, launch, matrices, types=None, **constants):
+    def build(name, kernel, launch, matrices, types=None, pointer=POINTERS[dtype], **constants):
         """`matrices` is {argument: the shape of its tiles}; a shape of three is of fp32."""
         types = {"target_logits_ptr": "*fp32", "sums_ptr": "*fp32", "partial_ptr": "*fp32"} | (types or {})
-        types |= dict.fromkeys(("b_ptr", "bias_ptr"), POINTERS[dtype])
+        types |= dict.fromkeys(("b_ptr", "bias_ptr"), pointer)
         for matrix, tile in matrices.items():
-            element = "fp32" if len(tile) == 3 and matrix == "out" else POINTERS[dtype][1:]
+            element = "fp32" if len(tile) == 3 and matrix == "out" else pointer[1:]
             types[matrix] = f"tensordesc<{element}[{', '.join(map(str, tile))}]>" if tma else f"*{element}"
         fixed = {"TMA": tma, "PRECISION": matmul.precision(dtype), **launch, **constants}
         spilled = 0 if dtype == torch.bfloat16 else None
@@ -260,10 +260,12 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
     matrices = {"dy": (n, c), "w": (c, f)} | dict.fromkeys(("gate", "up", "a", "dgate", "dup"), (n, width))
     build("glu backward", glu._glu_bwd_kernel, launch, matrices, SUMS=min(launch["num_warps"], n // 16))
     launch = muon.launch_parameters(dtype, tma)
-    matrices = {"x": (launch["BLOCK_M"], launch["BLOCK_C"])}
-    numbers = dict.fromkeys(("added_ptr", "out_ptr"), POINTERS[dtype]) | {"alpha": "fp32", "beta": "fp32"}
-    build("muon, symmetric product", muon._muon_symmetric_kernel, launch, matrices, types=numbers)
-    build("muon, X X^T", muon._muon_symmetric_kernel, launch, matrices, types=numbers, added_ptr=None)
+    matrices = dict.fromkeys("xy", (launch["BLOCK_M"], launch["BLOCK_C"]))
+    pointer = "*fp32" if dtype == torch.float32 else "*fp16"  # its matmuls are in fp16 for bf16 matrices
+    numbers = dict.fromkeys(("added_ptr", "out_ptr"), pointer) | dict.fromkeys(("alpha", "beta", "diagonal"), "fp32")
+    symmetric = muon._muon_symmetric_kernel, launch, matrices, numbers, pointer
+    build("muon, symmetric product", *symmetric)
+    build("muon, X X^T", *symmetric, added_ptr=None)
     if dtype == torch.bfloat16:
         compile_exponentials(capability, tma, build)
 
@@ -403,14 +405,17 @@ def compile_sums_and_optimizers(capability: int) -> None:
     types |= dict.fromkeys(("beta1", "beta2", "one_minus_beta1", "one_minus_beta2", "eps", "weight_decay"), "fp32")
     update = compile_kernel("adamw", adamw._adamw_kernel, capability, types, BLOCK=adamw.BLOCK, num_warps=4)
     launch = {"BLOCK": muon_updates.BLOCK, "num_warps": 4}
-    types = dict.fromkeys(("momentum_ptr", "scale_ptr", "master_ptr", "lr_ptr"), "*fp32") | {"refuse_ptr": "*i1"}
-    types |= dict.fromkeys(("beta", "one_minus_beta", "length", "weight_decay"), "fp32")
+    fp32 = ("momentum_ptr", "scale_ptr", "master_ptr", "lr_ptr", "norm_ptr")
+    types = dict.fromkeys(fp32, "*fp32") | {"refuse_ptr": "*i1", "x_ptr": "*fp16"}
+    types |= dict.fromkeys(("beta", "one_minus_beta", "length", "weight_decay", "eps"), "fp32")
+    passes = {"before": muon_updates._muon_before_kernel, "after": muon_updates._muon_after_kernel}
+    passes |= {"scale": muon._muon_scale_kernel, "unscale": muon._muon_unscale_kernel}
     assert all("ld.global.v4" in ptx for ptx in (rows, partial, update))
     assert "st.global.v4" in update
     for transposed in (False, True):
         launch["TRANSPOSED"] = transposed
         end = ", transposed" if transposed else ""
-        for name, kernel in (("before", muon_updates._muon_before_kernel), ("after", muon_updates._muon_after_kernel)):
+        for name, kernel in passes.items():
             ptx = compile_kernel(f"muon, {name}{end}", kernel, capability, types, **launch)
             assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
 

@@ -84,11 +84,11 @@ def test_the_symmetric_product_of_triton(m, k):
     torch.manual_seed(0)
     x, added = torch.randn(3, m, k, device=DEVICE), torch.randn(3, m, m, device=DEVICE)
     added = added + added.mT
-    out = triton.symmetric_product(x, alpha=0.5, added=added, beta=-2.0)
+    out = triton.symmetric_product(x, 2 * x, alpha=0.5, added=added, beta=-2.0, diagonal=3.0)
     assert torch.equal(out, out.mT)
-    exact = 0.5 * x.double() @ x.double().mT - 2 * added.double()
+    exact = x.double() @ x.double().mT - 2 * added.double() + 3 * torch.eye(m, device=DEVICE)
     torch.testing.assert_close(out.double(), exact, rtol=2**-22, atol=2**-22 * k)
-    plain = triton.symmetric_product(x)
+    plain = triton.symmetric_product(x, x)
     torch.testing.assert_close(plain.double(), x.double() @ x.double().mT, rtol=2**-22, atol=2**-22 * k)
 
 
