@@ -146,11 +146,11 @@ on_two_gpus() { # NAME WORDS ...
     python -m scripts.collect --beside "${beside:-h100x2}" "out/$1"-{124m{,-ddp,-fsdp},1558m{,-fsdp,-zero2}}
 }
 
-# Decoding one sequence with the models of today: two minutes, and an estimate of five for torch.compile.
+# Greedy decoding of one sequence with the models of today: two minutes, and an estimate of five for torch.compile.
 # kernels.decode=huggingface is not here, because it decodes GPT-2 alone
 today_decode() {
     local words="checkpoint=random model=smollm2_135m,qwen3_0_6b,llama3_2_1b" into="--suffix today"
-    words+=" precision=bf16 proof=true prompt_tokens=128 max_new_tokens=128"
+    words+=" precision=bf16 proof=true prompt_tokens=128 max_new_tokens=128 temperature=0"
     part today-compile -m scripts.generate -m $words kernels=compile
     part today-decode -m scripts.generate -m $words kernels.decode=triton,persistent
 }
