@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels.muon import CASES, COEFFICIENTS, STEPS, cost, eager, inputs
+from kernels.muon import CASES, COEFFICIENTS, STEPS, cost, eager, inputs, reference
 from kernels.registry import KernelError, impls, load, unavailable
 from lab.bench import op as bench
 from lab.bench.probe import Probe, matrix_probes, probe_status
@@ -90,6 +90,20 @@ def test_the_symmetric_product_of_triton(m, k):
     torch.testing.assert_close(out.double(), exact, rtol=2**-22, atol=2**-22 * k)
     plain = triton.symmetric_product(x, x)
     torch.testing.assert_close(plain.double(), x.double() @ x.double().mT, rtol=2**-22, atol=2**-22 * k)
+
+
+@pytest.mark.parametrize("case", ["wide", "square", "odd", "one"])
+def test_the_steps_on_gram_matrices_in_float16(case):
+    """Their error is at most half of eager's in bfloat16. Without RESTART it is up to 1.8 times eager's."""
+    triton = pytest.importorskip("kernels.muon.triton")
+    if triton.unavailable(DEVICE):
+        pytest.skip("Triton does not run here")
+    matrices = inputs(**CASES[case], dtype=torch.bfloat16)["matrices"]
+    exact = reference(matrices.double())
+    out = triton.gram_steps((matrices / matrices.float().norm(dim=(1, 2), keepdim=True)).half().to(DEVICE))
+    errors = [(x.double().cpu() - exact).abs() for x in (out, eager.muon(matrices))]
+    assert errors[0].max() <= errors[1].max() / 2
+    assert errors[0].square().mean().sqrt() <= errors[1].square().mean().sqrt() / 2
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 40), (2, 40, 24), (1, 32, 32)])
