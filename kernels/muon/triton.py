@@ -94,7 +94,11 @@ def _muon_symmetric_kernel(
         product *= alpha
         if added_ptr is not None:
             added = tl.load(added_ptr + start + i.to(tl.int64) * M + j, inside, other=0.0)
-            product += beta * added.to(tl.float32) + tl.where(i == j, diagonal, 0.0)
+            product += beta * added.to(tl.float32)
+            # Without the branch the kernel takes 189 registers on 9.0 in place of 128. Then a multiprocessor has room
+            # for one program, and on an H200 12 products of 768 take 22.4 us, but 14.6 without `added`
+            if tile_i == tile_j:
+                product += tl.where(i == j, diagonal, 0.0)
         tile = round_to(product, out_ptr.dtype.element_ty)
         tl.store(out_ptr + start + i.to(tl.int64) * M + j, tile, inside)
         if tile_j < tile_i:
