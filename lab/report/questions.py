@@ -18,12 +18,13 @@ from lab.report.describe import commit, kernels_cell
 from lab.report.peers import rounds_on_purpose
 from lab.report.plot import Figure, Point, Series, figure
 from lab.report.png import draw_figures
+from lab.report.presets import model_title, preset_of
 from lab.report.rungs import DECODING, MODEL, model_word, newest_runs, rung_rows, title
 from lab.report.tables import columns_table, markdown_table, markdown_text, ratio_cell
 from lab.sweep.compare import peer_name, ratio
 from lab.sweep.table import PEAK, Cell, median_speed, number_cell, shown_run, speed, speed_cell, token_ms_cell
 
-MOST = 5  # rows, and models
+MOST = 5  # rows, and columns with the first one
 SMALLEST = 1e8  # parameters: a model of a few million measures the host
 # (kernels_cell(), attention, precision) -> the name of the choice in these tables
 CHOICES = {
@@ -60,12 +61,10 @@ def folders(device: str) -> list[str]:
 
 
 def sitting(folder: str, row: dict) -> tuple:
-    """Return what the rows of a column have in common, the model first."""
-    env, other = (
-        row["env"],
-        [word for word in shlex.split(row["command"]) if re.match(r"(model\.|optim|parallel)", word)],
-    )
-    return model_word(row), folder, batch(row), tuple(other), env.get("git_commit"), env.get("gpu")
+    """Return what the rows of a column have in common, the model's preset first."""
+    env, config = row["env"], row["config"]
+    other = model_title(row), (config.get("optim") or {}).get("name", "adamw"), config.get("parallel", "ddp")
+    return preset_of(row), folder, batch(row), *other, env.get("git_commit"), env.get("gpu")
 
 
 def batch(row: dict) -> str:
@@ -86,7 +85,7 @@ def columns(device: str) -> dict[str, Runs]:
     for (model, *_), runs in sittings.items():
         if measured(runs) and (model not in best or rank(runs) > rank(best[model])):
             best[model] = runs
-    return dict(sorted(best.items(), key=lambda item: first_row(item[1])["parameters"])[:MOST])
+    return dict(sorted(best.items(), key=lambda item: first_row(item[1])["parameters"])[: MOST - 1])
 
 
 def measured(runs: Runs) -> list[str]:

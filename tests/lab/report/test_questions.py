@@ -2,6 +2,7 @@
 
 from lab import rows as lab_rows
 from lab.report import questions
+from lab.report.presets import presets
 from lab.report.questions import CHOICES, decoding, draw_questions, fastest, label, longest, memory
 from tests.lab.report.sample_rows import ENV, make_config, make_context_row, make_generation_row, make_row
 from tests.lab.report.test_report import cells
@@ -15,6 +16,7 @@ def make_run(choice, speed, model="gpt2_124m", *, gib=10.0, commit="a", day=27, 
     row = make_row("eager", "sdpa", "bf16", parameters={"tiny": 1_000_000, "gpt2_350m": 354_871_296}.get(model, 1.2e8))
     first, last = ("eager", "eager") if kernels == "compile" else (kernels.split("+")[0], kernels.split("+")[-1])
     config = make_config(precision=precision, attn=attn)
+    config["model"] = presets()[model]
     config["kernels"] |= {"norm": first, "mlp": first, "loss": last, "compile": kernels == "compile"}
     row |= {"config": config, "status": status, "started": f"2026-11-{day}T10:00:00+0000"}
     row |= {"kernels": row["kernels"] | ({"peer": peer} if peer else {}), "mem/peak_allocated_gib": gib}
@@ -100,12 +102,14 @@ def test_a_choice_of_several_backends_is_known_by_its_words():
 
 
 def test_another_system_of_the_sitting_stands_beside_our_fastest_exact_choice(results):
-    keep(results, "h200-rungs", [make_run(name, speed) for name, speed in SPEEDS.items()])
-    name = "transformers 5.17.0 + torch.compile"
-    keep(results, "h200-rungs", [make_run("torch.compile", 480, gib=30.0, peer=name)])
-    keep(results, "h200-rungs", [make_run("torch.compile", 1, peer=name, commit="b")])
+    """Its command has the words of the model inside of one word, so the row's config tells the model."""
+    model, name = "gpt2_350m", "transformers 5.17.0 + torch.compile"
+    command = {"command": f"python -m scripts.peers 'training=[\"model={model}\"]'"}
+    keep(results, "h200-rungs", [make_run(choice, speed, model) for choice, speed in SPEEDS.items()])
+    keep(results, "h200-rungs", [make_run("torch.compile", 480, model, gib=30.0, peer=name) | command])
+    keep(results, "h200-rungs", [make_run("torch.compile", 1, model, peer=name, commit="b") | command])
     *_, line = fastest("h200").splitlines()
-    assert line == f"- `gpt2_124m`: {name} in bf16 reaches 480 tokens/s and 30.0 GiB; gluon is 1.250x as fast"
+    assert line == f"- `{model}`: {name} in bf16 reaches 480 tokens/s and 30.0 GiB; gluon is 1.250x as fast"
 
 
 def test_the_longest_contexts_are_the_newest_of_each_choice(results):
