@@ -5,12 +5,13 @@ weights while it waits for results. NVRTC compiles it for the model's sizes and 
 
 The kernel needs its own copy of the weights, in another order: 247 MB for 124M. In generation on an H200 in bf16, 124M
 made 6,944 tokens/s at batch 1 (decode=triton: 5,155) and 33,277 with 8 sequences (34,016), and 1558M made 906 at batch
-1 (543), all before attention's words had four channels. Since then only the kernel was timed: 138 us for a token of
-124M, and 1,056 us for one of 1558M.
+1 (543), all before attention's words had four channels. Since then only the kernel was timed: 133 us for a greedy token
+of 124M, and 1,056 us for one of 1558M.
 
-It also decodes Llama, SmolLM2 and Qwen3. At batch 1, SmolLM2-135M makes 3,515 tokens/s (decode=triton: 2,077), which is
-24% of what the memory's bandwidth allows, Qwen3-0.6B 2,155 (1,265), 66%, and Llama-3.2-1B 1,496 (1,073), 93%. Constants
-choose the norm, the activation and the norm of queries and keys, so GPT-2's instructions are the same as without them.
+It also decodes Llama, SmolLM2 and Qwen3. Greedy, at batch 1, SmolLM2-135M makes 3,629 tokens/s (decode=triton: 2,102),
+which is 24% of what the memory's bandwidth allows, Qwen3-0.6B 2,296 (1,293), 69%, and Llama-3.2-1B 1,517 (1,083), 92%.
+Constants choose the norm, the activation and the norm of queries and keys, so GPT-2's instructions are the same as
+without them.
 """
 
 import ctypes
