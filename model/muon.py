@@ -13,8 +13,8 @@ the learning rate and weight decay of AdamW can be kept (Moonlight, Liu et al. 2
 A weight is one matrix, also q, k and v together, and the gate with up; others orthogonalise these parts separately.
 
 The op takes the same matrix of all blocks at once. Under DDP each rank computes the op for its share of them, and sends
-it to the others: 170 MB in bf16 for GPT-2 124M. On a single GPU the op takes 0.7 TFLOP of a step there in Triton, and
-1.5 in PyTorch, whatever the batch.
+it to the others: 170 MB in bf16 for GPT-2 124M. On one GPU the op takes 0.7 TFLOP a step for it in Triton and bf16,
+and 1.5 in PyTorch, whatever the batch.
 """
 
 import math

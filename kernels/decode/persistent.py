@@ -3,13 +3,20 @@
 decode=blocks loses most of a step at the ends of its 125 to 250 kernels. persistent.cu explains how one kernel loads
 weights while it waits for results. NVRTC compiles it for the model's sizes and the batch, in 2 s.
 
-The kernel needs its own copy of the weights, in another order: 247 MB for 124M. In generation on an H200 in bf16, 124M
-made 6,944 tokens/s at batch 1 (decode=triton: 5,155) and 33,277 with 8 sequences (34,016), and 1558M made 906 at batch
-1 (543), all before attention's words had four channels. Since then only the kernel was timed: 133 us for a greedy token
-of 124M, and 1,056 us for one of 1558M.
+The kernel needs its own copy of the weights, in another order: 247 MB for 124M. It also decodes Llama, SmolLM2 and
+Qwen3. Generation on an H200 in bf16, in tokens/s, and the share of what the memory's bandwidth allows:
 
-It also decodes Llama, SmolLM2 and Qwen3. Greedy, at batch 1, SmolLM2-135M makes 3,629 tokens/s (decode=triton: 2,102),
-which is 24% of what the memory's bandwidth allows, Qwen3-0.6B 2,296 (1,293), 69%, and Llama-3.2-1B 1,517 (1,083), 92%.
+                    sequences    decode=triton    here      share
+    GPT-2 124M      1            5,155            6,944
+    GPT-2 124M      8            34,016           33,277
+    GPT-2 1558M     1            543              906
+    SmolLM2-135M    1            2,102            3,629     24%
+    Qwen3-0.6B      1            1,293            2,296     69%
+    Llama-3.2-1B    1            1,083            1,517     92%
+
+The rows of GPT-2 are older. Since then only the kernel was timed, in loops of greedy tokens: 133 us for 124M and 1,056
+us for 1558M. The other rows are greedy.
+
 Constants choose the norm, the activation and the norm of queries and keys, so GPT-2's instructions are the same as
 without them.
 """

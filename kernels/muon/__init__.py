@@ -32,6 +32,7 @@ OPTIMIZER = True  # the optimizer calls it
 DEFAULT = "auto"
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 STEPS = 5
+RESTART = 3  # the step for Gram matrices in float16, by the search of gram-newton-schulz 0.1.6 for COEFFICIENTS
 EPS = 1e-7  # is added to the norm: a matrix of zeros stays 0
 TENSORS = {"matrices": "n R C"}
 ANY_STRIDES = ("matrices",)

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from kernels.direct import custom_op
 from kernels.gpu import gpu_unavailable, package_unavailable
-from kernels.muon import COEFFICIENTS, STEPS
+from kernels.muon import COEFFICIENTS, RESTART, STEPS
 from kernels.registry import Unavailable
 
 PACKAGE = "gram-newton-schulz==0.1.6"  # it needs QuACK 0.5.0, and kernels/norm/quack.py a newer one
-RESTART = 3
 RUNS = ("(?i)gemm.*symmetric|symmetric.*gemm|::muon_gram",)
 
 

@@ -1,7 +1,7 @@
 """Gram Newton-Schulz (Zhang, Amsel, Chen and Dao 2026, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/).
 
-A step of Newton-Schulz multiplies X (m, k) by a polynomial P of A = X X^T. A is (m, m), and m <= k, so the steps are
-taken on A. X is multiplied by Q, the product of their polynomials:
+A step of Newton-Schulz multiplies X (m, k) by a polynomial P of A = X X^T. A is (m, m), with m <= k. So the kernels
+iterate on A, and multiply X only by Q, the product of the polynomials:
 
     Triton   A = X X^T
     Triton   P = a + b A + c A^2    Q <- Q P    A <- P A P    a step; the last one needs no A
@@ -11,13 +11,14 @@ Polynomials of A commute, so all products in Triton are symmetric. The kernel co
 on it, and also stores the transpose of each (as modded-nanogpt and Dion, arXiv:2504.05295). Its loads and the loop over
 the sum are those of kernels/matmul.py.
 
-That is for bfloat16, whose products are then in float16: A in bfloat16 loses the small singular values of X. No number
-is above 41. In five steps float16 would lose them, too, so after RESTART steps X is multiplied, and A computed again.
-The five steps take 6 m^2 k + 14 m^3 FLOPs, and eager's 20 m^2 k + 10 m^3: for the four shapes of GPT-2 124M together,
-46% of them. The RMS error is 0.2 to 0.4 of eager's in bfloat16.
+bfloat16 matrices take these steps in float16, because A in bfloat16 loses the small singular values of X. float16 does
+not overflow: no number is above a^3 = 41. After five steps float16 would lose the small values, too. So after RESTART
+steps the op computes X <- Q X, and A from the new X. Five steps take 6 m^2 k + 14 m^3 FLOPs, and eager's 20 m^2 k +
+10 m^3: for the four shapes of GPT-2 124M together, 46% of them. The RMS error is 0.2 to 0.4 of eager's in bfloat16.
 
-In one precision, though, it is up to 5 times eager's, because the rounded P stands for a. So fp32 and float16 take the
-plain steps, with symmetric products: 71% of the FLOPs.
+For fp32 and float16 matrices the same steps would round to the same dtype as eager, and their errors are up to 5 times
+eager's. Eager adds a X without rounding a. Here P contains a I, and its rounding error enters all later products. So
+these matrices take the plain steps, with symmetric products: 71% of the FLOPs.
 """
 
 import torch
@@ -30,12 +31,11 @@ from kernels.gpu import check_dtypes, make_context_current
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.matmul import can_use_tma, kernel_argument, multiply_tile, precision, round_to
-from kernels.muon import COEFFICIENTS, EPS, STEPS
+from kernels.muon import COEFFICIENTS, EPS, RESTART, STEPS, unscaled
 from kernels.muon._updates import launch as launch_tiles
 from kernels.muon._updates import tile_offsets
 
-RESTART = 3  # the search of gram-newton-schulz 0.1.6 finds it for COEFFICIENTS
-RUNS = ("^_muon_(symmetric|scale|unscale)_kernel|::muon$",)
+RUNS = ("^_muon_(symmetric|scale)_kernel|::muon$",)
 
 
 @triton.jit
@@ -53,13 +53,6 @@ def _muon_scale_kernel(
     at, x_at, inside = tile_offsets(stride, R, C, BLOCK, TRANSPOSED)
     x = tl.load(matrices_ptr + at, inside, other=0.0).to(tl.float32) / (tl.load(norm_ptr + tl.program_id(2)) + eps)
     tl.store(x_ptr + x_at, x.to(x_ptr.dtype.element_ty), inside)
-
-
-@triton.jit
-def _muon_unscale_kernel(out_ptr, x_ptr, stride, R, C, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr):
-    at, x_at, inside = tile_offsets(stride, R, C, BLOCK, TRANSPOSED)
-    x = tl.load(x_ptr + x_at, inside, other=0.0)
-    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -95,8 +88,8 @@ def _muon_symmetric_kernel(
         if added_ptr is not None:
             added = tl.load(added_ptr + start + i.to(tl.int64) * M + j, inside, other=0.0)
             product += beta * added.to(tl.float32)
-            # Without the branch the kernel takes 189 registers on 9.0 in place of 128. Then a multiprocessor has room
-            # for one program, and on an H200 12 products of 768 take 22.4 us, but 14.6 without `added`
+            # Without this branch the kernel takes 189 registers on 9.0, and 128 with it. With 189 only one program fits
+            # on a multiprocessor: on an H200 12 products of 768 take 22.4 us, and 14.6 without `added` and `diagonal`
             if tile_i == tile_j:
                 product += tl.where(i == j, diagonal, 0.0)
         tile = round_to(product, out_ptr.dtype.element_ty)
@@ -119,20 +112,22 @@ def launch_parameters(dtype: torch.dtype, tma: bool) -> dict[str, int]:
 def symmetric_product(
     x: Tensor, y: Tensor, alpha: float = 1.0, added: Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
 ) -> Tensor:
-    """Return alpha x y^T + beta added + diagonal I, (n, m, m), which must be symmetric, but for rounding.
+    """Return alpha x y^T + beta added + diagonal I, (n, m, m), for contiguous x and y (n, m, k) and symmetric `added`.
 
-    x and y are contiguous, (n, m, k). `added` is contiguous and symmetric; `diagonal` needs it.
+    The exact result must be symmetric, because only the tiles below the diagonal and on it are computed. `diagonal`
+    needs `added`.
     """
+    assert added is not None or diagonal == 0
     n, m, k = x.shape
     out = x.new_empty(n, m, m)
-    rows = x.view(n * m, k)
-    tma = can_use_tma(rows)
+    x_rows, y_rows = x.view(n * m, k), y.view(n * m, k)
+    tma = can_use_tma(x_rows, y_rows)
     launch = launch_parameters(x.dtype, tma)
     tiles = triton.cdiv(m, launch["BLOCK_M"])
     make_context_current()
     _muon_symmetric_kernel[(tiles, tiles, n)](
-        x=kernel_argument(rows, launch["BLOCK_M"], launch["BLOCK_C"], tma=tma),
-        y=kernel_argument(y.view(n * m, k), launch["BLOCK_M"], launch["BLOCK_C"], tma=tma),
+        x=kernel_argument(x_rows, launch["BLOCK_M"], launch["BLOCK_C"], tma=tma),
+        y=kernel_argument(y_rows, launch["BLOCK_M"], launch["BLOCK_C"], tma=tma),
         added_ptr=added,
         out_ptr=out,
         N=n * m,
@@ -149,7 +144,9 @@ def symmetric_product(
 
 
 def scaled(matrices: Tensor, norm: Tensor) -> Tensor:
-    """As scaled() of the contract, but bfloat16 becomes float16. norm is (n,) fp32.
+    """Return matrices / (norm + EPS), contiguous, transposed if they are tall. bfloat16 becomes float16.
+
+    norm is (n,) fp32.
 
     On an H200, PyTorch's division by a norm for each matrix takes 123 us for (12, 768, 3072) in bf16, 0.9 TB/s.
     """
@@ -158,15 +155,6 @@ def scaled(matrices: Tensor, norm: Tensor) -> Tensor:
     x = matrices.new_empty(n, min(shape), max(shape), dtype=dtype)
     launch_tiles(_muon_scale_kernel, matrices, matrices_ptr=matrices, norm_ptr=norm, x_ptr=x, eps=EPS)
     return x
-
-
-def unscaled(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """As unscaled() of the contract, in `dtype`."""
-    if x.shape == shape and x.dtype == dtype:
-        return x
-    out = x.new_empty(shape, dtype=dtype)
-    launch_tiles(_muon_unscale_kernel, out, out_ptr=out, x_ptr=x)
-    return out
 
 
 def plain_steps(x: Tensor) -> Tensor:
@@ -197,7 +185,7 @@ def launch(matrices: Tensor) -> Tensor:
     matrices = matrices.contiguous()
     x = scaled(matrices, torch.linalg.vector_norm(matrices, dim=(-2, -1), dtype=torch.float32))
     x = gram_steps(x) if matrices.dtype == torch.bfloat16 else plain_steps(x)
-    return unscaled(x, matrices.shape, matrices.dtype)
+    return unscaled(x.to(matrices.dtype), matrices.shape)
 
 
 orthogonalise = custom_op("hotswap::muon", launch, lambda matrices: matrices.new_empty(matrices.shape))

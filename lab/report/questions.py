@@ -24,7 +24,7 @@ from lab.report.tables import columns_table, markdown_table, markdown_text, rati
 from lab.sweep.compare import peer_name, ratio
 from lab.sweep.table import PEAK, Cell, median_speed, number_cell, shown_run, speed, speed_cell, token_ms_cell
 
-MOST = 5  # rows, and columns with the first one
+MOST, MOST_MODELS = 5, 4  # rows and models of a table
 SMALLEST = 1e8  # parameters: a model of a few million measures the host
 # (kernels_cell(), attention, precision) -> the name of the choice in these tables
 CHOICES = {
@@ -85,7 +85,7 @@ def columns(device: str) -> dict[str, Runs]:
     for (model, *_), runs in sittings.items():
         if measured(runs) and (model not in best or rank(runs) > rank(best[model])):
             best[model] = runs
-    return dict(sorted(best.items(), key=lambda item: first_row(item[1])["parameters"])[: MOST - 1])
+    return dict(sorted(best.items(), key=lambda item: first_row(item[1])["parameters"])[:MOST_MODELS])
 
 
 def measured(runs: Runs) -> list[str]:
@@ -172,7 +172,7 @@ def peers(device: str) -> str:
     """Return a line for each other system that was measured in a model's sitting, beside our fastest in bf16."""
     lines = []
     for model, runs in columns(device).items():
-        exact = [name for name in measured(runs) if "fp8" not in name]
+        exact = [name for name in measured(runs) if "fp8" not in name and name != LEAN]
         for name, others in runs.items():
             if exact and name not in NAMES and any(map(speed, others)):
                 ours = max(exact, key=lambda own: median_speed(runs[own]))

@@ -83,7 +83,8 @@ def generation(device: str) -> str:
         count = sequences(row)
         work = f"{prompt_tokens(row):,} + {row['config']['max_new_tokens']:,} tokens"
         plural = "sequence" if count == 1 else "sequences"
-        return f"{model_name(row)}, {row['config']['precision']}, {count} {plural}, prompt + new: {work}"
+        greedy = ", greedy" if row["config"].get("temperature") == 0 else ""
+        return f"{model_name(row)}, {row['config']['precision']}, {count} {plural}, prompt + new: {work}{greedy}"
 
     columns: dict[str, Cell] = {
         "decode": lambda row: ", ".join([decoder(row["config"]) or "blocks", *cache_and_draft(row["config"])]),

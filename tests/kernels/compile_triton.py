@@ -263,9 +263,9 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
     matrices = dict.fromkeys("xy", (launch["BLOCK_M"], launch["BLOCK_C"]))
     pointer = "*fp32" if dtype == torch.float32 else "*fp16"  # its matmuls are in fp16 for bf16 matrices
     numbers = dict.fromkeys(("added_ptr", "out_ptr"), pointer) | dict.fromkeys(("alpha", "beta", "diagonal"), "fp32")
-    symmetric = muon._muon_symmetric_kernel, launch, matrices, numbers, pointer
-    build("muon, symmetric product", *symmetric)
-    build("muon, X X^T", *symmetric, added_ptr=None)
+    symmetric = {"launch": launch, "matrices": matrices, "types": numbers, "pointer": pointer}
+    build("muon, symmetric product", muon._muon_symmetric_kernel, **symmetric)
+    build("muon, X X^T", muon._muon_symmetric_kernel, **symmetric, added_ptr=None)
     if dtype == torch.bfloat16:
         compile_exponentials(capability, tma, build)
 
@@ -409,7 +409,7 @@ def compile_sums_and_optimizers(capability: int) -> None:
     types = dict.fromkeys(fp32, "*fp32") | {"refuse_ptr": "*i1", "x_ptr": "*fp16"}
     types |= dict.fromkeys(("beta", "one_minus_beta", "length", "weight_decay", "eps"), "fp32")
     passes = {"before": muon_updates._muon_before_kernel, "after": muon_updates._muon_after_kernel}
-    passes |= {"scale": muon._muon_scale_kernel, "unscale": muon._muon_unscale_kernel}
+    passes["scale"] = muon._muon_scale_kernel
     assert all("ld.global.v4" in ptx for ptx in (rows, partial, update))
     assert "st.global.v4" in update
     for transposed in (False, True):

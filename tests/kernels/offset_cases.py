@@ -326,11 +326,6 @@ def muon_scale(before):
     return [muon.scaled(after(before(6), half(1, 2, 3)), after(before(6), randn(1).abs()))[-1]]
 
 
-def muon_unscale(before):
-    x = after(before(6), half(1, 2, 3))
-    return [muon.unscaled(x, x.shape, torch.float32)[-1]]
-
-
 def symmetric_product(before):
     """The last program has the last matrix's last tile, on the diagonal, and reads `added` at its offset."""
     x, y, added = (after(before(64 * 64), half(1, 64, 64, seed=seed)) for seed in range(3))
@@ -461,7 +456,6 @@ CASES = {
     "_muon_before_kernel": muon_momentum,
     "_muon_after_kernel": muon_steps,
     "_muon_scale_kernel": muon_scale,
-    "_muon_unscale_kernel": muon_unscale,
     "_muon_symmetric_kernel": symmetric_product,
     "_fwd_kernel": attention_forward,
     "_dq_kernel, _dkdv_kernel": attention_backward,

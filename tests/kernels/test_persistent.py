@@ -303,8 +303,9 @@ def test_a_logit_of_inf_draws_no_token(sampling, dtype):
 
 
 @pytest.mark.skipif(GPU, reason="the emulator has schedules")
+@pytest.mark.parametrize("sampling", [Sampling(61, top_p=0.9), Sampling(61, temperature=0)], ids=["top_p", "greedy"])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)], ids=str)
-def test_any_schedule_of_the_threads_gives_the_same_bits(dtype, launch):
+def test_any_schedule_of_the_threads_gives_the_same_bits(dtype, sampling, launch):
     """Also with more blocks, some of which have no rows of the projections, and if one of these is late."""
     arguments = case_inputs({"batch": 2, "lengths": [4, 11], "width": 16, "heads": 2, "vocab": 61}, dtype)
     weights, tokens, cache = arguments.values()
@@ -316,7 +317,7 @@ def test_any_schedule_of_the_threads_gives_the_same_bits(dtype, launch):
         for schedule in schedules:
             launch(blocks, **schedule)
             own = copy_cache(cache)
-            drawn = persistent.generate_tokens(packed, tokens, own, seeds_of(1, 2), Sampling(61, top_p=0.9), 4, ())
+            drawn = persistent.generate_tokens(packed, tokens, own, seeds_of(1, 2), sampling, 4, ())
             results.append((drawn.tolist(), rows_of(own)))
     assert ceil(16 / ceil(16 / 5)) == 4  # so the fifth block has no rows of the projections
     for i, (drawn, rows) in enumerate(results):

@@ -1,7 +1,8 @@
 // The next token of each sequence, as kernels/sampling.py draws it.
 //
-// Without top_k and top_p, and with temperature 0, the token is the id with the best score = logit / temperature -
-// log(noise). Every block publishes its best one, and finds the best of all blocks.
+// If top_k and top_p are off, or the temperature is 0, the token is the id with the best score. The score is logit /
+// temperature - log(noise), or the logit itself at temperature 0. Every block publishes its best candidate for each
+// sequence. Then every block finds the best of all candidates.
 //
 // With top_k or top_p, every block publishes its logits in groups of 16 or 32, and a summary of each group: the largest
 // logit, the sum of probabilities and, without top_k, the best score. Block b draws for sequence b. With top_k it reads
@@ -31,7 +32,7 @@ DEVICE float score_of(const Arguments& a, float logit, int id, u32 counter) {
 DEVICE u32 counter_of(const Thread& my, int b) { return (u32)(my.s.position[b] + 1) * POSITION_FACTOR + my.s.seed[b]; }
 
 DEVICE float probability(const Arguments& a, float logit, float top) {  // up to a factor
-  return a.temperature > 0 ? exp2f((logit - top) * (LOG2E / a.temperature)) : 0;
+  return exp2f((logit - top) * (LOG2E / a.temperature));
 }
 
 // Reduce a value of each thread, in a fixed order, to the same result in all threads.
@@ -97,30 +98,37 @@ DEVICE Scan scan_above(Thread& my, int b, int group_count, int candidate_count, 
   });
 }
 
-DEVICE bool limits_count(const Arguments& a) { return a.temperature > 0 && a.top_k > 0 && a.top_k < a.n_vocab; }
+DEVICE bool limits_count(const Arguments& a) { return a.top_k > 0 && a.top_k < a.n_vocab; }
+DEVICE bool limits_draw(const Arguments& a) { return a.temperature > 0 && (limits_count(a) || a.top_p < 1); }
 
-DEVICE bool limits_draw(const Arguments& a) { return limits_count(a) || (a.temperature > 0 && a.top_p < 1); }
+// The better candidate, with the larger logit of both.
+DEVICE Candidate better_with_top(const Candidate& a, const Candidate& b) {
+  Candidate best = better(a, b);
+  best.logit = fmaxf(a.logit, b.logit);
+  return best;
+}
 
-// Publish the best candidate of this block for each sequence.
+// Publish the best candidate of this block for each sequence, with the block's largest logit.
 DEVICE void publish_best(Thread& my) {
+  if (my.thread == 0) fence();  // who reads this thread's words also sees the block's rows of the cache
 #pragma unroll 1
   for (int b = 0; b < BATCH; ++b) {
+    if (my.s.stopped[b]) continue;
     Candidate best;
     for (int row = my.thread; row < Head::SHARE; row += THREADS) {
       const int id = my.block * Head::SHARE + row;
       float logit = my.s.head.logits[b * Head::SHARE + row];
       logit = logit < INF ? logit : INF;  // NaN becomes inf, and best_token() finds it
-      if (id < my.a.n_vocab) best = better(best, {score_of(my.a, logit, id, counter_of(my, b)), logit, id});
+      if (id < my.a.n_vocab) best = better_with_top(best, {score_of(my.a, logit, id, counter_of(my, b)), logit, id});
     }
-    best = reduce(my, best, better);
+    best = reduce(my, best, better_with_top);
     if (my.thread > 0) continue;
-    fence();
-    const Word word = make_word(best.score, best.logit, __uint_as_float((u32)best.id), my.epoch);
-    store_word(words_of(my, b, my.block * GROUPS), word);
+    store_word(words_of(my, b, my.block * GROUPS),
+               {{__float_as_uint(best.score), __float_as_uint(best.logit), (u32)best.id}, my.epoch});
   }
 }
 
-// Return the best candidate of all blocks for sequence b, or NO_TOKEN if a logit is NaN or inf, or if all are -inf.
+// Return the best id of all blocks for sequence b, or NO_TOKEN if a logit is NaN or inf, or if all are -inf.
 DEVICE int best_token(Thread& my, int b) {
   constexpr int EACH = ceil_div(BLOCKS, 32);
   Word word[EACH];
@@ -129,11 +137,12 @@ DEVICE int best_token(Thread& my, int b) {
   receive(my, word, [&](int i) { return words + 32 * i * GROUPS * GROUP_WORDS; }, exists);
   Candidate best;
 #pragma unroll
-  for (int i = 0; i < EACH; ++i)
-    if (exists(i))
-      best = better(best, {__uint_as_float(word[i].data[0]), __uint_as_float(word[i].data[1]), (int)word[i].data[2]});
+  for (int i = 0; i < EACH; ++i) {
+    const Candidate other{__uint_as_float(word[i].data[0]), __uint_as_float(word[i].data[1]), (int)word[i].data[2]};
+    if (exists(i)) best = better_with_top(best, other);
+  }
 #pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) best = better(best, exchange(best, my.lane() ^ mask));
+  for (int mask = 16; mask > 0; mask /= 2) best = better_with_top(best, exchange(best, my.lane() ^ mask));
   return best.logit > -INF && best.logit < INF ? best.id : NO_TOKEN;
 }
 
@@ -367,14 +376,14 @@ DEVICE void take_token(Thread& my, int b, int id, bool stopped) {
   my.s.position[b] += 1;
 }
 
-// Whether sequence b stops at a token.
+// Return whether sequence b stops after drawing `id`, or has stopped before.
 DEVICE bool stops(const Thread& my, int b, int id) {
   bool stopped = my.s.stopped[b] || id == NO_TOKEN;
   for (int i = 0; i < my.a.stop_count; ++i) stopped |= id == my.a.stops[i];
   return stopped;
 }
 
-// Write the drawn token, and if the sequence stops, the same for all later steps.
+// Write the token of this step. If the sequence stops, write it for all later steps, too.
 DEVICE void write_drawn(const Arguments& a, int b, int id, bool stopped, int step) {
   for (int later = step; later < (stopped ? a.steps : step + 1); ++later) a.drawn[(i64)b * a.steps + later] = id;
 }
@@ -384,13 +393,15 @@ DEVICE void draw_best(Thread& my, int step) {
   const Arguments& a = my.a;
   publish_best(my);
   mark(my);
-  for (int b = my.warp(); b < BATCH; b += WARPS) {
+  const int b = my.warp();  // there are no fewer warps than sequences
+  if (b < BATCH) {
     const int id = my.s.stopped[b] ? my.s.drawn[b] : smaller(best_token(my, b), a.n_vocab - 1);
     fence();
-    if (my.lane() > 0) continue;
-    const bool stopped = stops(my, b, id);
-    take_token(my, b, id, stopped);
-    if (my.block == b % BLOCKS) write_drawn(a, b, id, stopped, step);
+    if (my.lane() == 0) {
+      const bool stopped = stops(my, b, id);
+      take_token(my, b, id, stopped);
+      if (my.block == b % BLOCKS) write_drawn(a, b, id, stopped, step);
+    }
   }
   mark(my);
 }

@@ -22,8 +22,8 @@ DEVICE bool gives_up(Thread& my, u32 polls, u64& since) {
   return true;
 }
 
-// Wait until the words at(i) have this epoch, for all i of all lanes. If exists(i) is false nothing is loaded, and the
-// data are zeros; at(i) may then be any address. So the addresses differ by constants, which are part of the loads. A
+// Wait until the words at(i) have this epoch, for all i of all lanes. If exists(i) is false, nothing is loaded: the
+// data are zeros, and at(i) may be any address. So the addresses differ by constants, which are part of the loads. A
 // whole warp calls this, and stays together: lanes that go on alone would run the code after the wait again and again.
 // The loads of a poll are all in flight together.
 template <int N, class At, class Exists> DEVICE void receive(Thread& my, Word (&word)[N], At at, Exists exists) {
@@ -33,7 +33,7 @@ template <int N, class At, class Exists> DEVICE void receive(Thread& my, Word (&
   for (u32 polls = 1;; ++polls) {
     bool complete = true;
 #pragma unroll
-    for (int i = 0; i < N; ++i)  // a word that has come is not loaded again, because polls delay other words
+    for (int i = 0; i < N; ++i)  // load only the missing words, because polls delay other words
       if (word[i].epoch != my.epoch) word[i] = load_word(at(i));
 #pragma unroll
     for (int i = 0; i < N; ++i) complete &= word[i].epoch == my.epoch;

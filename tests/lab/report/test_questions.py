@@ -102,7 +102,7 @@ def test_a_choice_of_several_backends_is_known_by_its_words():
 
 
 def test_another_system_of_the_sitting_stands_beside_our_fastest_exact_choice(results):
-    """Its command has the words of the model inside of one word, so the row's config tells the model."""
+    """A peer's command has model= inside training=[...], so the model is that of the row's config."""
     model, name = "gpt2_350m", "transformers 5.17.0 + torch.compile"
     command = {"command": f"python -m scripts.peers 'training=[\"model={model}\"]'"}
     keep(results, "h200-rungs", [make_run(choice, speed, model) for choice, speed in SPEEDS.items()])
