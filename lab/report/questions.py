@@ -19,7 +19,7 @@ from lab.report.peers import rounds_on_purpose
 from lab.report.plot import Figure, Point, Series, figure
 from lab.report.png import draw_figures
 from lab.report.presets import model_title, preset_of
-from lab.report.rungs import DECODING, MODEL, model_word, newest_runs, rung_rows, title
+from lab.report.rungs import DECODING, MODEL, newest_runs, rung_rows, title
 from lab.report.tables import columns_table, markdown_table, markdown_text, ratio_cell
 from lab.sweep.compare import peer_name, ratio
 from lab.sweep.table import PEAK, Cell, median_speed, number_cell, shown_run, speed, speed_cell, token_ms_cell
@@ -216,7 +216,7 @@ def search_label(row: dict) -> str:
     checkpointing, rope = fields.get("checkpointing") or "none", ", rope" if fields.get("pos") == "rope" else ""
     own = f"{kernels_cell(row)}, {config['attn']['impl']}{rope}"
     name = own if checkpointing == "none" else f"checkpointing={checkpointing}"
-    model = model_word(row)
+    model = preset_of(row)
     return name if model == MODEL else f"{name}, {model}"
 
 

@@ -11,6 +11,7 @@ from datetime import datetime
 from kernels.names import OPTIMIZER_OPS
 from kernels.registry import called_backend
 from lab.report.describe import commit, model_size, prompt_tokens
+from lab.report.presets import preset_of
 from lab.report.tables import markdown_table, markdown_text, ratio_cell
 from lab.rows import read_rows
 from lab.sweep import table
@@ -76,13 +77,7 @@ def title(row: dict) -> str:
 
 def rung_rows(device: str, kind: str) -> list[dict]:
     """Return the rows of GPT-2 124M: the folder has other models, too, for results/README.md."""
-    return [row for row in read_rows(device, kind) if model_word(row) == MODEL]
-
-
-def model_word(row: dict) -> str:
-    """Return the value of model= in the row's command; without one, that is MODEL."""
-    words = [word for word in shlex.split(row["command"]) if word.startswith("model=")]
-    return words[-1].removeprefix("model=") if words else MODEL
+    return [row for row in read_rows(device, kind) if preset_of(row) == MODEL]
 
 
 def newest_runs(rows: list[dict], ladder: dict[str, str | None]) -> dict[str, list[dict]]:
