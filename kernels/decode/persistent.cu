@@ -137,16 +137,6 @@ constexpr bool HAS_SPLITS = MOST_SPLITS > 1;
 constexpr int SPLIT_CHANNELS = 8 / sizeof(T);                         // in a word of a split, beside its log-sum-exp
 constexpr int SPLIT_WORDS = HAS_SPLITS ? D / SPLIT_CHANNELS : ceil_div(D, PER_WORD);  // of a split, or of a whole head
 constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * SPLIT_WORDS;  // per copy
-typedef Vector<KV, 8> KeyPart;                                        // a lane has 8 channels of a key
-constexpr int KEY_LANES = power_of_two(D / 8), STEP_KEYS = THREADS / KEY_LANES;
-constexpr bool ALL_LANES = KEY_LANES * 8 == D;                        // have channels
-// Keys that a lane loads together. The first load comes before the wait for q. It takes a whole split of SPLIT_KEYS
-// keys, if 4 a lane suffice. A token of 8 sequences, whose heads are not split, takes 237.5 us with 3, 244.0 with 2, and
-// 239.7 with 4 (124M, H200)
-constexpr int DEPTH = KV_BITS == 32 ? 1 : HAS_SPLITS ? smaller(4, ceil_div(SPLIT_KEYS, STEP_KEYS)) : 3;
-// The first load goes to shared memory. In registers, the compiler lets each poll for q wait for it, because both have
-// one scoreboard. Without splits, 8 sequences have no memory for it. A copy has 16 bytes, and a lane's part in fp8 has 8
-constexpr bool COPIES_FIRST = HAS_SPLITS && KV_BITS >= 16;
 constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, per block
 constexpr int MAX_CANDIDATES = 2 * THREADS;
 constexpr int MOST_PIECES = 32;                                       // most pieces in the ring
@@ -183,12 +173,7 @@ struct Candidate {
 
 struct Scratch {  // in shared memory, besides the ring
   union {
-    struct {
-      alignas(16) T x[BATCH * X_STRIDE];
-      alignas(16) KeyPart first_keys[COPIES_FIRST ? DEPTH : 1][COPIES_FIRST ? THREADS : 1];
-      alignas(16) KeyPart first_values[COPIES_FIRST ? DEPTH : 1][COPIES_FIRST ? THREADS : 1];
-      alignas(16) T gains[QK_NORM ? 2 * D : 1];  // of q's and k's norms
-    };
+    alignas(16) T x[BATCH * X_STRIDE];
     struct {
       T inputs[BATCH * Head::STRIDE];
       float logits[BATCH * Head::SHARE];

@@ -41,7 +41,6 @@ struct Mbarrier {  // of some arrivals, and the bytes that they announce
 };
 
 struct Copy { char* to; const char* from; int bytes; Mbarrier* barrier; long due; };
-struct SmallCopy { char* to; const char* from; };  // of 16 bytes
 
 struct Warp {
   Meeting meeting{32};
@@ -61,7 +60,6 @@ struct Fiber {
   bool started = false, finished = false;
   ucontext_t context;
   jmp_buf state;
-  std::vector<SmallCopy> copies;  // that are under way
   char* stack = new char[STACK];
   ~Fiber() { delete[] stack; }
 };
@@ -180,14 +178,6 @@ inline void store_word(Word* to, const Word& word) { *to = word; }
 inline int load_flag(const int* from) { return *from; }
 inline void store_flag(int* to, int flag) { *to = flag; }
 template <int N> void load_l2(u32 (&to)[N], const void* from) { memcpy(to, from, 4 * N); }
-inline void copy_16_bytes(void* to, const void* from, bool exists) {
-  memset(to, exists ? 0xFF : 0, 16);  // NaN, until the copy is complete
-  if (exists) emulator::current->copies.push_back({(char*)to, (const char*)from});
-}
-inline void wait_for_copies() {
-  for (emulator::SmallCopy copy : emulator::current->copies) memcpy(copy.to, copy.from, 16);
-  emulator::current->copies.clear();
-}
 inline void fence() {}
 inline void synchronize_block() { emulator::meet(emulator::block().all); }
 inline void forget(int&) {}

@@ -45,13 +45,6 @@ template <int N> __device__ __forceinline__ void load_l2(unsigned (&to)[N], cons
                  : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3]) : "l"((const char*)from + 4 * i));
 }
 
-// Copy 16 bytes to shared memory, or write zeros there. The copy is complete after this thread's wait_for_copies().
-__device__ __forceinline__ void copy_16_bytes(void* to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :: "r"(shared_address(to)), "l"(from), "r"(exists ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void synchronize_block() { __syncthreads(); }
 __device__ __forceinline__ void synchronize_compute_warps() {  // all but the warp that fills the ring
