@@ -86,6 +86,16 @@ def triton_and_cublas_detail(fp8: bool = False, **inputs: Any) -> str:
     return f"{triton_detail(**inputs)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"
 
 
+def align(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a (n, C) tensor as TMA needs it: contiguous, at a multiple of 16 bytes.
+
+    is_contiguous() is not enough: it ignores the stride of a single row, and TMA does not.
+    """
+    if tensor.stride() == (tensor.shape[1], 1) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def make_context_current() -> None:
     """Make the GPU's context current in this thread, because creating a TMA descriptor needs a current context.
 

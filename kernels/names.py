@@ -125,7 +125,7 @@ def languages(ops: Sequence[str] = ALL_OPS) -> dict[str, dict[str, list[str]]]:
 def training_overrides() -> dict[str, list[str]]:
     """Return {language: the overrides that select its backends}. Skip languages that have only an attention backend.
 
-    PyTorch computes the ops that the language lacks: kernels=quack kernels.loss=liger_cute attn=flash.
+    PyTorch computes the ops that the language lacks: kernels=nvmath attn=cudnn.
     """
     words = {}
     for language, backends in languages(OPS).items():

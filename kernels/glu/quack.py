@@ -7,8 +7,7 @@
 
 All six matmuls are QuACK's. It stores gate and up in turns, column by column. Its layout "concat" reads W_fc and writes
 dW_fc with the rows of the gate first, as in the contract. Autograd saves as much as for triton.py. This file calls the
-operators of QuACK's mlp_func() with tuned=False, so each matmul has the tile that QuACK takes by default. With
-tuned=True, QuACK would time dozens of tiles in the middle of the first step. QuACK trains without biases.
+functions of QuACK's mlp_func() with tuned=False (kernels/quack.py). QuACK trains without biases.
 """
 
 import torch
@@ -16,25 +15,28 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels.direct import custom_op, empty_gradients
-from kernels.gpu import gpu_unavailable, package_unavailable
-from kernels.norm.quack import detail  # noqa: F401
+from kernels.quack import (
+    MATMULS,
+    backward_matmul,
+    detail,  # noqa: F401
+    matmul,
+    matmul_and_activation,
+    matmul_and_derivative,
+    operands,
+    refused_widths,
+    unavailable,  # noqa: F401
+)
 from kernels.registry import Unavailable
 
-RUNS = ("(?i)quack.*gemm|quack_glu",)
-FAMILY = "(?i)quack.*gemm"
-
-
-def unavailable(device: torch.device) -> str | None:
-    missing = package_unavailable("quack-kernels[cu13]>=0.6.5", "quack.mlp._MLPGatedConcatUntunedOps")
-    return missing or gpu_unavailable(device, (9, 0))
+RUNS = (f"{MATMULS}|quack_glu",)
+FAMILY = MATMULS
 
 
 def launch_forward(x: Tensor, w_fc: Tensor, w_proj: Tensor) -> tuple[Tensor, Tensor]:
     """Map x (N, C) to y (N, C), and h (N, 2 F): gate and up in turns."""
-    from quack.mlp import _MLPGatedConcatUntunedOps as ops
-
-    h, a = ops.matmul_fwd_act(x, w_fc.T, activation="swiglu")
-    return ops.matmul_fwd(a, w_proj.T), h
+    x, w_fc, w_proj = operands(x, w_fc, w_proj)
+    h, a = matmul_and_activation(x, w_fc.T, "swiglu", concat_layout=("B",))
+    return matmul(a, w_proj.T), h
 
 
 def empty_outputs(x: Tensor, w_fc: Tensor, w_proj: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,10 +45,10 @@ def empty_outputs(x: Tensor, w_fc: Tensor, w_proj: Tensor) -> tuple[Tensor, Tens
 
 def launch_backward(dy: Tensor, h: Tensor, x: Tensor, w_fc: Tensor, w_proj: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx, dw_fc and dw_proj."""
-    from quack.mlp import _MLPGatedConcatUntunedOps as ops
-
-    dh, a = ops.matmul_bwd_dact(dy, w_proj, h, activation="swiglu")
-    return ops.matmul_bwd_dx(dh, w_fc), ops.matmul_bwd_dw1(dh.T, x), ops.matmul_bwd_dw(dy.T, a)
+    dy, x, w_fc, w_proj = operands(dy, x, w_fc, w_proj)
+    dh, a = matmul_and_derivative(dy, w_proj, h, "swiglu")
+    dx, dw_fc = backward_matmul(dh, w_fc, concat_layout=("B",)), backward_matmul(dh.T, x, concat_layout=("out",))
+    return dx, dw_fc, backward_matmul(dy.T, a)
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -68,12 +70,7 @@ def refusal(
     """Return what QuACK takes instead of these arguments, or None if it takes them."""
     if b_fc is not None or b_proj is not None:
         return "no biases"
-    C, F = w_proj.shape
-    if C % 8 or F % 8:  # TMA loads rows of a multiple of 16 bytes
-        return f"widths that are multiples of 8, not {C} and {F}"
-    if x.is_cuda and x.dtype == torch.float32:
-        return "bfloat16 or float16, because its matmuls round float32 to TF32"
-    return None
+    return refused_widths(x, *w_proj.shape)
 
 
 def glu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:

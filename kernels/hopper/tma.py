@@ -9,6 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.gpu import align  # noqa: F401
+
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -35,16 +37,6 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Return the layout of a tile in shared memory. It takes 5 us, and attention's backward needs eight of them."""
     gluon_dtype = GLUON_DTYPES.get(dtype) or getattr(gl, str(dtype).removeprefix("torch."))
     return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtype)
-
-
-def align(tensor: Tensor) -> Tensor:
-    """Return a (n, C) tensor as TMA needs it: contiguous, at a multiple of 16 bytes.
-
-    is_contiguous() is not enough: it ignores the stride of a single row, and TMA does not.
-    """
-    if tensor.stride() == (tensor.shape[1], 1) and tensor.data_ptr() % 16 == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def tma_descriptor(tensor: Tensor | None, *block: int) -> TensorDescriptor | None:

@@ -8,8 +8,6 @@ the sum to the dtype of the stream. The backward starts from the rounded sum.
 
 import functools
 from collections.abc import Callable
-from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from kernels.direct import custom_op
 from kernels.gpu import gpu_unavailable, package_unavailable
 from kernels.norm._triton_backward import backward, empty_norm_gradients, setup_context
 from kernels.norm.triton import call_by_rows, empty_outputs
+from kernels.quack import detail  # noqa: F401
 from kernels.registry import Unavailable
 
 RUNS = ("(?i)quack|rmsnorm",)
@@ -28,10 +27,6 @@ def unavailable(device: torch.device) -> str | None:
     # QuACK 0.6.2 added layernorm_bwd; before that version its backward operator could not compute a LayerNorm
     missing = package_unavailable("quack-kernels[cu13]>=0.6.2", "quack.rmsnorm.layernorm_bwd")
     return missing or gpu_unavailable(device, (9, 0))
-
-
-def detail(**inputs: Any) -> str:
-    return f"quack-kernels {version('quack-kernels')}, cutlass-dsl {version('nvidia-cutlass-dsl')}"
 
 
 def launch_forward(

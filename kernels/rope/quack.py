@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu import gpu_unavailable, package_unavailable
-from kernels.norm.quack import detail  # noqa: F401
+from kernels.quack import PACKAGE, detail  # noqa: F401
 from kernels.registry import Unavailable
 from kernels.rope._op import define_rope
 
@@ -20,7 +20,7 @@ RUNS = ("(?i)rotary|quack_rope",)
 
 
 def unavailable(device: torch.device) -> str | None:
-    missing = package_unavailable("quack-kernels[cu13]>=0.6.5", "quack.rotary._rotary_fwd_out")
+    missing = package_unavailable(PACKAGE, "quack.rotary._rotary_fwd_out")
     return missing or gpu_unavailable(device, (9, 0))
 
 

@@ -7,19 +7,21 @@ If Helion is installed, test_backends.py also runs its LayerNorm in Triton's int
 its kernels.
 """
 
+import importlib
 import os
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, pad, silu
 
-from kernels import decode
+from kernels import decode, quack
 from kernels.check import broken_rule
 from kernels.loss import liger_cute
 from kernels.mlp import nvmath
@@ -31,19 +33,22 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 WRAPPED = [
     *[(op, impl) for op in ("norm", "rms_norm", "rope", "glu") for impl in ("liger", "quack", "helion")],
-    *[("loss", impl) for impl in ("liger", "liger_large", "liger_cute", "helion")],
-    ("mlp", "nvmath"),
+    *[("loss", impl) for impl in ("liger", "liger_large", "liger_cute", "helion", "quack")],
+    *[("mlp", impl) for impl in ("nvmath", "quack")],
+    ("linear", "quack"),
     ("muon", "gram"),
 ]
 CASES = {
     "norm": ["fp32_residual", "fp32_embedding", "no_bias", "non_contiguous"],
     "rms_norm": ["fp32_residual", "fp32_embedding", "no_residual", "non_contiguous", "eps"],
     "loss": ["some_ignored", "all_ignored", "non_contiguous", "odd", "softcap"],
-    "mlp": ["many_rows", "one_row", "no_bias", "non_contiguous"],
+    "linear": ["many_rows", "one_row", "no_bias", "non_contiguous"],
+    "mlp": ["many_rows", "one_row", "no_bias", "non_contiguous", "relu2"],
     "muon": ["wide", "tall", "square", "non_contiguous"],
     "rope": ["64", "80", "one_token", "positions_of_sequences"],
     "glu": ["many_rows", "one_row", "bias", "non_contiguous"],
 }
+REFUSED = [("glu", "quack", "bias"), ("loss", "quack", "odd")]
 ONE_DTYPE = {  # our kernels do not work in bf16 under TRITON_INTERPRET=1, which the tests set on a CPU
     **{(op, "helion"): torch.float32 for op in ("norm", "rms_norm", "rope", "glu")},
     **{("loss", impl): torch.float32 for impl in ("helion", "liger", "liger_large")},
@@ -235,27 +240,77 @@ def helion_swiglu_bwd(da, h, dh):
     dh.copy_(swiglu_fused_gate_up_backward(h.flatten(1), da, in_place=False).view_as(h))
 
 
-class GatedOps:
-    """QuACK's matmuls of a gated MLP. Gate and up are in turns, but W_fc and dW_fc have all rows of the gate first."""
+def for_tma(*matrices):
+    """Return whether the rows, or the columns, of each matrix are contiguous and begin at multiples of 16 bytes."""
+    return all(1 in m.stride() and max(m.stride()) % 8 == 0 for m in matrices)
 
-    def matmul_fwd_act(x, w, activation):
-        assert activation == "swiglu"
-        h = x @ w
-        return in_turns(h), swiglu_fused_gate_up_forward(h)[1]
 
-    def matmul_bwd_dact(dy, w, h, activation):
-        assert activation == "swiglu"
-        h = halves(h)
-        dh = swiglu_fused_gate_up_backward(h, dy @ w, in_place=False)
+def gemm(A, B, out=None, bias=None, *, dynamic_scheduler=False, tuned=True, concat_layout=None):
+    """QuACK's matmul. A has gate and up in turns. What concat_layout names has all rows of the gate first."""
+    assert not tuned
+    assert for_tma(A, B)
+    if concat_layout:
+        A = halves(A) if concat_layout == ("B",) else halves(A.T).T
+    product = A.float() @ B.float() + (0 if bias is None else bias.float())
+    if out is None:
+        return product.to(A.dtype)
+    assert for_tma(out)
+    return out.copy_(product)
+
+
+def gemm_add_inplace(A, B, out, *, tuned):
+    assert out.dtype == torch.float32
+    out += gemm(A, B, torch.empty_like(out), tuned=tuned)
+
+
+def gemm_act(A, B, *, bias=None, activation, tuned, concat_layout=None):
+    assert concat_layout == {"swiglu": ("B",)}.get(activation)
+    h = gemm(A.float(), B.float(), bias=bias, tuned=tuned)
+    if activation == "swiglu":
+        return in_turns(h).to(A.dtype), swiglu_fused_gate_up_forward(h)[1].to(A.dtype)
+    return h.to(A.dtype), ACTIVATIONS[activation](h).to(A.dtype)
+
+
+def gemm_dact(A, B, PreAct, activation, *, dynamic_scheduler, tuned):
+    da = gemm(A.float(), B.float(), dynamic_scheduler=dynamic_scheduler, tuned=tuned)
+    if activation == "swiglu":
+        h = halves(PreAct)
+        dh = swiglu_fused_gate_up_backward(h, da, in_place=False)
         return in_turns(dh), swiglu_fused_gate_up_forward(h)[1]
+    h = PreAct.float()
+    dh = da * 2 * h.relu() if activation == "relu_sq" else torch.ops.aten.gelu_backward(da, h, approximate="tanh")
+    return dh.to(A.dtype), ACTIVATIONS[activation](h).to(A.dtype)
 
-    def matmul_bwd_dx(dh, w):
-        return halves(dh) @ w
 
-    def matmul_bwd_dw1(dh, x):
-        return halves(dh.T).T @ x
+ACTIVATIONS = {"gelu_tanh_approx": partial(gelu, approximate="tanh"), "relu_sq": lambda h: h.relu().square()}
 
-    matmul_fwd = matmul_bwd_dw = torch.matmul
+
+def cross_entropy_fwd_out(x, target, target_logit, loss, lse, dx, weight, ignore_index=-100):
+    assert target_logit is lse is weight is None
+    assert dx is None or dx is x
+    assert x.shape[1] % 8 == 0
+    helion_cross_entropy(x, target, loss, ignore_index, dx is not None)
+
+
+def scaled_exp_lce_supported(x, weight, chunk_size, reduction):
+    assert (chunk_size % 128, reduction) == (0, "sum")
+    return x.dtype == torch.bfloat16 and len(weight) % 128 == 0
+
+
+def _scaled_exp_lce_loss_only(x, weight, target, ignore_index):
+    losses, logits = x.new_empty(len(x), dtype=torch.float32), (x @ weight.T).float()
+    helion_cross_entropy(logits, target, losses, ignore_index, write=False)
+    return losses
+
+
+def scaled_exp_linear_cross_entropy_fwd(x, weight, target, chunk_size, ignore_index=-100):
+    """Like QuACK's, return the losses and dx of a multiple of 128 rows."""
+    more = -len(x) % 128
+    x, target = pad(x, (0, 0, 0, more)), pad(target, (0, more), value=ignore_index)
+    losses, logits = x.new_empty(len(x), dtype=torch.float32), (x @ weight.T).float()
+    helion_cross_entropy(logits, target, losses, ignore_index, write=True)
+    dlogits = logits.to(x.dtype)
+    return losses, dlogits @ weight, dlogits.float().T @ x.float()
 
 
 def in_turns(h):
@@ -365,6 +420,13 @@ def packages(monkeypatch):
         "liger_kernel.ops.swiglu": (swiglu_fused_gate_up_forward, swiglu_fused_gate_up_backward),
         "quack.rmsnorm": (_rmsnorm_fwd, _rmsnorm_bwd),
         "quack.rotary": (_rotary_fwd_out,),
+        "quack.gemm_interface": (gemm, gemm_act, gemm_dact, gemm_add_inplace),
+        "quack.cross_entropy": (cross_entropy_fwd_out,),
+        "quack.linear_cross_entropy": (
+            scaled_exp_lce_supported,
+            scaled_exp_linear_cross_entropy_fwd,
+            _scaled_exp_lce_loss_only,
+        ),
         "nvmath.linalg.advanced": (Matmul,),
         "gram_newton_schulz": (GramNewtonSchulz,),
     }.items():
@@ -374,7 +436,7 @@ def packages(monkeypatch):
     names = "GELU_AUX", "GELU_AUX_BIAS", "DGELU", "DGELU_BGRAD"
     sys.modules["nvmath.linalg.advanced"].MatmulEpilog = dict(zip(names, names, strict=True))
     monkeypatch.setattr(nvmath, "plans", {})
-    monkeypatch.setitem(sys.modules, "quack.gemm_interface", SimpleNamespace(gemm_symmetric=None))
+    sys.modules["quack.gemm_interface"].gemm_symmetric = None
     gram.newton_schulz.cache_clear()
     monkeypatch.setitem(sys.modules, "helion.language", SimpleNamespace(register_block_size=None))
     norms = {"norm_fwd": helion_norm_fwd, "norm_bwd": helion_norm_bwd}
@@ -388,14 +450,13 @@ def packages(monkeypatch):
         monkeypatch.setitem(sys.modules, f"kernels.{op}._helion", kernels)
         # if an earlier test has imported the real one, `from kernels.norm import _helion` takes this attribute
         monkeypatch.setattr(contract(op), "_helion", kernels, raising=False)
-    monkeypatch.setitem(sys.modules, "quack.mlp", SimpleNamespace(_MLPGatedConcatUntunedOps=GatedOps))
     monkeypatch.setitem(sys.modules, "quack.rmsnorm_config", SimpleNamespace(get_sm_count=lambda N, device: 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("op", "impl", "case"),
-    [(*pair, case) for pair in WRAPPED for case in CASES[pair[0]] if (*pair, case) != ("glu", "quack", "bias")],
+    [(*pair, case) for pair in WRAPPED for case in CASES[pair[0]] if (*pair, case) not in REFUSED],
 )
 def test_a_wrapped_kernel_follows_the_rule(op, impl, case, dtype, packages):
     """Outputs and gradients follow the rule of kernels/check.py, also in one graph of torch.compile."""
@@ -405,8 +466,9 @@ def test_a_wrapped_kernel_follows_the_rule(op, impl, case, dtype, packages):
         pytest.skip("our Triton kernel scales the gradients, and takes no tensor of a CPU beside a GPU")
     function = getattr(backend(op, impl), op)
     inputs = case_inputs(op, case, dtype, CPU)
-    if "softcap" in inputs and missing_argument(function, "softcap", op):
-        pytest.skip(f"{op}={impl} takes no softcap")
+    for option in inputs.keys() & {"softcap", "activation"}:
+        if missing_argument(function, option, op):
+            pytest.skip(f"{op}={impl} takes no {option}")
     truth = outputs_and_gradients(contract(op).reference, inputs, dtype=torch.float64)
     eager = outputs_and_gradients(load(op, "eager", CPU), inputs)
     torch.compiler.reset()
@@ -417,6 +479,52 @@ def test_a_wrapped_kernel_follows_the_rule(op, impl, case, dtype, packages):
 def test_quack_needs_an_even_width_in_16_bits(packages):
     with pytest.raises(Unavailable, match=r"norm=quack needs an even width for 16-bit dtypes, not 769: choose"):
         backend("norm", "quack").norm(**case_inputs("norm", "769", torch.bfloat16, CPU))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "vocab", "dtype"), [(128, 384, torch.bfloat16), (8, 257, torch.bfloat16), (8, 384, torch.float16)]
+)
+def test_both_ways_of_quacks_loss(chunk, vocab, dtype, packages, monkeypatch):
+    """With exponentials and with logits, which have a last chunk of one token. A target outside makes the loss NaN."""
+    module = backend("loss", "quack")
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    monkeypatch.setattr(sys.modules["quack.linear_cross_entropy"], "scaled_exp_lce_supported", lambda *_: chunk == 128)
+    inputs = contract("loss").inputs((33, 64), vocab=vocab, ignored=0.3, dtype=dtype)
+    truth = outputs_and_gradients(contract("loss").reference, inputs, dtype=torch.float64)
+    eager = outputs_and_gradients(load("loss", "eager", CPU), inputs)
+    got = outputs_and_gradients(module.loss, inputs)
+    assert_as_good_as_eager(got, eager, truth, inputs, dtype)
+    with torch.no_grad():
+        torch.testing.assert_close(module.loss(**inputs), got["out0"], rtol=1e-6, atol=0)
+    for wrong in (vocab, -7):
+        targets = inputs["targets"].clone()
+        targets[5] = wrong
+        results = outputs_and_gradients(module.loss, inputs | {"targets": targets})
+        assert results["out0"].isnan()
+        assert results["d_weight"].isfinite().all()
+
+
+def test_what_quacks_matmuls_refuse(packages):
+    for op, case, widths in (("linear", "769", "769 and 1025"), ("mlp", "odd", "65 and 131"), ("loss", "odd", "65")):
+        message = f"^{op}=quack takes widths that are multiples of 8, not {widths}: choose kernels.{op}=eager$"
+        with pytest.raises(Unavailable, match=message):
+            getattr(backend(op, "quack"), op)(**case_inputs(op, case, torch.float32, CPU))
+    on_a_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    assert quack.refused_widths(on_a_gpu, 8) == "bfloat16 or float16, because its matmuls round float32 to TF32"
+
+
+def test_quack_outside_of_site_packages_says_so(packages, monkeypatch):
+    """There it cannot import its epilogues: it identifies CuTe DSL's functions by what they use, such as a logger."""
+
+    def import_module(name):
+        raise TypeError("epilogue fn depends on <Logger CUTE_DSL (Level 51)> (type logging.Logger), which has no key")
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    reason = quack.misplaced.__wrapped__()
+    assert reason == (
+        "it needs QuACK and CuTe DSL in a folder site-packages (epilogue fn depends on <Logger CUTE_DSL (Level 51)> "
+        "...): move them, or pip install 'quack-kernels[cu13]>=0.6.5'"
+    )
 
 
 def test_what_quack_refuses_of_glu_and_rope(packages):
@@ -475,7 +583,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         ("rope", "quack", "quack-kernels[cu13]>=0.6.5"),
         ("glu", "liger", "liger-kernel>=0.8.5"),
         ("glu", "helion", "helion==1.5.0"),
-        ("glu", "quack", "quack-kernels[cu13]>=0.6.5"),
+        *((op, "quack", "quack-kernels[cu13]>=0.6.5") for op in ("glu", "linear", "mlp", "loss")),
         ("loss", "helion", "helion==1.5.0"),
         ("mlp", "nvmath", "nvmath-python>=1.0"),
         ("loss", "liger", "liger-kernel"),

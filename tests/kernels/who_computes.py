@@ -22,7 +22,7 @@ LIBRARIES = {
     r"\bmem_efficient\b|\(efficient": r"fmha_cutlass|PyTorchMemEffAttention",
     r"\bflash \(fa[23]": r"\bflash::|FlashAttn",
     r"\bfa4\b": r"flash_attn|FlashAttention\w*Sm|cutlass_kernel|kernel_cutlass",
-    r"cutlass-dsl": r"kernel_cutlass|quack",
+    r"cutlass-dsl": r"kernel_cutlass|quack|^_lce_glue",
     r"liger-kernel": r"liger|_(layer|rms)_norm_\w+_kernel|element_mul|_swiglu_\w+_kernel|_triton_rope",
     r"helion": r"helion",
     r"_for_cpu": r"_for_cpu",

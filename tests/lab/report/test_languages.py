@@ -178,7 +178,7 @@ def test_the_steps_of_each_model_and_the_decoders_have_tables():
     found = tables(text)
     work = "64 sequences of 1,024 tokens a step:"
     lines = {line["language"]: line for line in found[f"Training 135M, {work}"]}
-    assert lines["CuTe DSL"]["words"] == "`kernels=quack kernels.loss=liger_cute attn=flash`"
+    assert lines["CuTe DSL"]["words"] == "`kernels=quack attn=flash`"
     assert lines["CuTe DSL"]["peak GiB"] == "18.7"
     lines = {line["language"]: line for line in found[f"Training 124M, {work}"]}
     assert list(lines) == [*training_overrides()]

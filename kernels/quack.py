@@ -1,0 +1,86 @@
+"""The matmuls of QuACK in CuTe DSL (https://github.com/Dao-AILab/quack), for the backends `quack` that multiply.
+
+Each matmul has the tile that QuACK takes by default. With tuned=True, QuACK would time dozens of tiles in the middle of
+the first step. As in QuACK's own layers, the programs of a backward take their tiles from a counter
+(dynamic_scheduler). One program still computes all of a tile, so two calls give the same bits.
+
+TMA loads rows that begin at multiples of 16 bytes, so the width of every matrix is a multiple of 8, and operands()
+copies a tensor with another address. The number of rows is free.
+"""
+
+import functools
+import importlib
+import textwrap
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.gpu import align, gpu_unavailable, package_unavailable
+
+PACKAGE = "quack-kernels[cu13]>=0.6.5"
+MATMULS = "(?i)quack.*gemm"  # the names of the kernels in a profile
+
+
+def unavailable(device: torch.device) -> str | None:
+    missing = package_unavailable(PACKAGE, "quack.gemm_interface.gemm_dact")
+    return missing or gpu_unavailable(device, (9, 0)) or misplaced()
+
+
+@functools.cache
+def misplaced() -> str | None:
+    """Return why QuACK cannot import its own epilogues from the folder where it is, or None if it can.
+
+    QuACK identifies an epilogue by the source of each function that it calls, but takes the functions of other packages
+    as they are. It recognises other packages by a folder site-packages or dist-packages in their path. Elsewhere it
+    also reads the source of CuTe DSL, and raises TypeError at a logger that it finds there.
+    """
+    try:
+        importlib.import_module("quack.epilogue.library")
+    except TypeError as error:
+        why = textwrap.shorten(str(error), 60, placeholder=" ...")
+        return f"it needs QuACK and CuTe DSL in a folder site-packages ({why}): move them, or pip install '{PACKAGE}'"
+    return None
+
+
+def detail(**inputs: Any) -> str:
+    return f"quack-kernels {version('quack-kernels')}, cutlass-dsl {version('nvidia-cutlass-dsl')}"
+
+
+def refused_widths(x: Tensor, *widths: int) -> str | None:
+    """Return what QuACK's matmuls take instead of these widths or the dtype of x, or None if they take them."""
+    if any(width % 8 for width in widths):
+        return f"widths that are multiples of 8, not {' and '.join(map(str, widths))}"
+    if x.is_cuda and x.dtype == torch.float32:
+        return "bfloat16 or float16, because its matmuls round float32 to TF32"
+    return None
+
+
+def operands(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return each (n, C) matrix and (C,) bias as TMA needs it, and None for None."""
+    return [t if t is None else align(t) if t.dim() == 2 else align(t[None])[0] for t in tensors]
+
+
+def matmul(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+    """Return a (m, k) @ b (k, n). Options: bias (n,), out, dynamic_scheduler, concat_layout."""
+    from quack.gemm_interface import gemm
+
+    return gemm(a, b, tuned=False, **options)
+
+
+def matmul_and_activation(a: Tensor, b: Tensor, activation: str, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return h = a (m, k) @ b (k, n) and activation(h). Options: bias (n,), concat_layout."""
+    from quack.gemm_interface import gemm_act
+
+    return gemm_act(a, b, activation=activation, tuned=False, **options)
+
+
+def matmul_and_derivative(dy: Tensor, w: Tensor, h: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Return the gradient of h, where the gradient of activation(h) is dy (m, k) @ w (k, n), and activation(h)."""
+    from quack.gemm_interface import gemm_dact
+
+    return gemm_dact(dy, w, h, activation=activation, dynamic_scheduler=True, tuned=False)
+
+
+backward_matmul = functools.partial(matmul, dynamic_scheduler=True)
