@@ -90,7 +90,7 @@ LANGUAGES = {
     "CuTe DSL": ["quack", "liger_cute", "flash", "gram"],
     "Liger's Triton": ["liger"],
     "XLA": ["xla"],
-    "CUDA libraries": ["cudnn", "nvmath", "mem_efficient", "flashinfer"],
+    "CUDA libraries": ["cudnn", "cudnn_frontend", "nvmath", "mem_efficient", "flashinfer"],
 }
 
 

@@ -12,7 +12,7 @@ from kernels.adamw import MULTIPLE
 from kernels.adamw import inputs as adamw_inputs
 from kernels.adamw.eager import adamw as eager_adamw
 from kernels.adamw.triton import adamw as triton_adamw
-from kernels.attention import document_starts, flash, flex
+from kernels.attention import cudnn_frontend, document_starts, flash, flex
 from kernels.compat import TorchDispatchMode
 from kernels.decode import _sampling
 from kernels.muon import _updates as muon_updates
@@ -22,6 +22,7 @@ from kernels.registry import OPS, backend, contract, impls, unavailable
 from kernels.sampling import Sampling
 from tests.kernels.test_backends import DEVICES, case_inputs, float_tensors, load_or_skip
 from tests.kernels.test_contestants import CPU, ONE_DTYPE, WRAPPED, packages  # noqa: F401
+from tests.kernels.test_cudnn_frontend import package as cudnn_package  # noqa: F401
 from tests.kernels.test_flash import stand_in  # noqa: F401
 
 ROOT = Path(__file__).parents[2] / "kernels"
@@ -156,6 +157,18 @@ def test_opcheck_of_flash(flash_calls):
         opcheck(recorded(function, inputs))
 
 
+@pytest.fixture
+def cudnn_calls(cudnn_package):  # noqa: F811
+    """The same for cuDNN's front end."""
+    cases = [case_inputs("attention", case, torch.bfloat16, CPU) for case in ("gqa", "lengths")]
+    return [(cudnn_frontend.attention, inputs) for inputs in cases]
+
+
+def test_opcheck_of_cudnn_frontend(cudnn_calls):
+    for function, inputs in cudnn_calls:
+        opcheck(recorded(function, inputs))
+
+
 @pytest.mark.parametrize("device", DEVICES[-1:])  # beside a GPU, Triton does not run on the CPU
 def test_opcheck_of_other_operators(device, fp8_on_a_cpu):
     for function, inputs in other_calls(torch.device(device)):
@@ -164,9 +177,9 @@ def test_opcheck_of_other_operators(device, fp8_on_a_cpu):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the packages are replaced on a CPU only")
-def test_every_operator_is_checked(packages, flash_calls, fp8_on_a_cpu):  # noqa: F811
+def test_every_operator_is_checked(packages, flash_calls, cudnn_calls, fp8_on_a_cpu):  # noqa: F811
     """The tests above call every operator that a file of kernels/ defines."""
-    calls = [*flash_calls, *other_calls(CPU)]
+    calls = [*flash_calls, *cudnn_calls, *other_calls(CPU)]
     for op, impl, case in WITH_CASES:
         inputs = case_inputs(op, case, torch.float32, CPU)
         with contextlib.suppress(pytest.skip.Exception):

@@ -119,7 +119,7 @@ def test_a_backend_runs_only_what_its_description_says(op, impl, fp8, device, fp
     [
         ("triton", "triton"),
         ("gluon", "gluon"),
-        *(("eager", attn) for attn in ("eager", "sdpa", "cudnn", "flash", "mem_efficient", "math")),
+        *(("eager", attn) for attn in ("eager", "sdpa", "cudnn", "cudnn_frontend", "flash", "mem_efficient", "math")),
     ],
 )
 def test_a_training_step_runs_only_what_the_header_says(kernels, attn, precision):

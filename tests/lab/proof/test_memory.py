@@ -293,6 +293,24 @@ def test_the_workspace_of_flash_attentions_backward_counts():
         assert usage.peak - before - lse == gradients + workspace
 
 
+def test_the_workspace_of_cudnns_backward_counts():
+    """It has a sum of dq in fp32 and a number for each query, and with grouped heads dk and dv of each query head.
+
+    cuDNN 9.19 asks for these bytes, and at most 256 more, for an H200.
+    """
+    frontend = importlib.import_module("kernels.attention.cudnn_frontend")
+    B, T, H, D = 2, 128, 4, 64
+    for Hkv in (4, 2):
+        with simulate(CPU) as usage:
+            q, dout, out = (torch.empty(B, T, H, D, dtype=torch.bfloat16) for _ in range(3))
+            k, v = (torch.empty(B, T, Hkv, D, dtype=torch.bfloat16) for _ in range(2))
+            lse, before = torch.empty(B, H, T), usage.now
+            frontend.attention_bwd(dout, q, k, v, out, lse, True, 1.0, None)
+        gradients = B * T * (H + 2 * Hkv) * D * 2
+        workspace = B * T * H * (D + 1) * 4 + (2 * B * T * H * D * 2 if Hkv < H else 0)
+        assert usage.peak - before == gradients + workspace
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "choice",

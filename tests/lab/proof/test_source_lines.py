@@ -141,6 +141,7 @@ def test_the_backends_of_pytorch_and_of_libraries_have_no_lines(op):
         "auto",
         "blocks",
         "cudnn",
+        "cudnn_frontend",
         "eager",
         "flash",
         "flashinfer",
