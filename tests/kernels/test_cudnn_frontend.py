@@ -3,27 +3,28 @@
 On an NVIDIA GPU with the package, test_backends.py tests cuDNN's kernels.
 """
 
+import os
 import sys
 
 import pytest
 import torch
 
 from kernels import attention as contract
-from kernels.attention import cudnn_frontend
+from kernels.attention import _cudnn_graphs, cudnn_frontend
 from kernels.packed import gradient_buffer, gradient_views
 from kernels.registry import Unavailable, describe, load, unavailable
 from tests.kernels import cudnn_package
 from tests.kernels.test_backends import assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-PLANS = cudnn_frontend.plan_forward, cudnn_frontend.plan_backward
+PLANS = _cudnn_graphs.plan_forward, _cudnn_graphs.plan_backward
 
 
 @pytest.fixture
 def package(monkeypatch):
     """Install the stand-in. It runs on a CPU, where there are no handles and streams."""
     monkeypatch.setitem(sys.modules, "cudnn", cudnn_package.PACKAGE)
-    monkeypatch.setattr(cudnn_frontend, "handle_of", lambda device: None)
+    monkeypatch.setattr(_cudnn_graphs, "handle_of", lambda device: None)
     for plan in PLANS:
         plan.cache_clear()
     yield cudnn_package
@@ -137,8 +138,7 @@ def test_where_it_cannot_run(package, monkeypatch):
     assert reason() is None
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     assert reason() == (
-        "nvidia-cudnn-frontend has loaded cuDNN 91900, and PyTorch 92000: remove the folder of the other one from "
-        "LD_LIBRARY_PATH"
+        "nvidia-cudnn-frontend has loaded cuDNN 91900, and PyTorch 92000: install only PyTorch's in this environment"
     )
 
     def fail():
@@ -152,3 +152,14 @@ def test_where_it_cannot_run(package, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", None)
     assert reason().endswith(": pip install 'nvidia-cudnn-frontend>=1.32'")
     assert "\n" not in reason()
+
+
+def test_the_front_end_does_not_look_for_cudnn_in_ld_library_path(tmp_path, monkeypatch):
+    """It would find another library there than PyTorch, which looks into its own package first."""
+    (tmp_path / "cudnn.py").write_text("import os\nseen = dict(os.environ)\npygraph = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cudnn", raising=False)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+    assert "NVIDIA GPU" in unavailable("attention", "cudnn_frontend", CPU)
+    assert "LD_LIBRARY_PATH" not in sys.modules.pop("cudnn").seen
+    assert os.environ["LD_LIBRARY_PATH"] == "/somewhere"

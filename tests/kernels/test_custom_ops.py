@@ -160,8 +160,9 @@ def test_opcheck_of_flash(flash_calls):
 @pytest.fixture
 def cudnn_calls(cudnn_package):  # noqa: F811
     """The same for cuDNN's front end."""
-    cases = [case_inputs("attention", case, torch.bfloat16, CPU) for case in ("gqa", "lengths")]
-    return [(cudnn_frontend.attention, inputs) for inputs in cases]
+    gqa, lengths = (case_inputs("attention", case, torch.bfloat16, CPU) for case in ("gqa", "lengths"))
+    lengths |= {name: lengths[name].detach() for name in "qkv"}  # callers with lengths ask for no gradient
+    return [(cudnn_frontend.attention, inputs) for inputs in (gqa, lengths)]
 
 
 def test_opcheck_of_cudnn_frontend(cudnn_calls):
