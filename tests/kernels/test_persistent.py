@@ -6,6 +6,7 @@ blocks, the tokens that the kernel draws itself, and what happens if a block doe
 
 import faulthandler
 import os
+import re
 import shutil
 import subprocess
 import zlib
@@ -546,6 +547,17 @@ def test_the_kernel_fits_into_a_multiprocessor(shape, batch, kv_dtype, quantize,
     registers = int(done.stderr.split("Used ")[1].split(" registers")[0])
     assert registers <= 65_536 // (128 * ceil((warps + 1) / 4))  # warps get registers in fours
     assert persistent.SHARED_BYTES == 227 * 1024
+
+
+def test_nvrtc_takes_every_lambda():
+    """NVRTC compiles the kernel for a GPU. It takes a lambda with `auto` parameters for host code, and refuses it.
+
+    nvcc and the emulator's compiler accept such a lambda.
+    """
+    sources = [persistent.SOURCE, *emulator.FOLDER.glob("*.cuh")]
+    lambdas = {source.name: re.findall(r"\[[&=]?\]\s*\([^)]*\)", source.read_text("utf-8")) for source in sources}
+    assert sum(map(len, lambdas.values())) > 20
+    assert [(name, text) for name, found in lambdas.items() for text in found if re.search(r"\bauto\b", text)] == []
 
 
 @pytest.mark.parametrize("batch", [1, 4])
