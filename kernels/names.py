@@ -87,6 +87,7 @@ LANGUAGES = {
     "Gluon": ["gluon"],
     "CUDA C++": ["persistent"],
     "Helion": ["helion"],
+    "cuTile": ["cutile"],
     "CuTe DSL": ["quack", "liger_cute", "flash", "gram"],
     "Liger's Triton": ["liger"],
     "XLA": ["xla"],

@@ -11,7 +11,7 @@ from kernels.lookup import ROOT, source_file
 
 CUDA_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 CUDA_INCLUDE = re.compile(r'^#include "(.+\.cuh)"', re.MULTILINE)  # a .h is for the CPU's emulator
-KERNEL_DECORATOR = re.compile(r"(\w+\.)?jit\b|helion\.kernel\b")
+KERNEL_DECORATOR = re.compile(r"(\w+\.)?jit\b|(helion|ct)\.kernel\b")
 Line = tuple[Path, int]  # a file, and the number of a line with code
 Name = tuple[Path, str]  # a file, and a name in it
 
@@ -38,7 +38,7 @@ class Source:
 
     A used name is (file, name), of this file or of a module of kernels/. `imports` has the (file, name) of each name
     that the file imports from such a module. `defines_kernel` says whether a function has the decorator triton.jit,
-    gluon.jit or helion.kernel, or CUDA source is beside the file.
+    gluon.jit, helion.kernel or ct.kernel (cuTile), or CUDA source is beside the file.
     """
 
     def __init__(self, path: Path):

@@ -4,7 +4,8 @@ The packages need a GPU. Here plain PyTorch replaces the functions that the back
 liger-kernel 0.8.5, quack-kernels 0.6.5, nvmath-python 1.0.0, gram-newton-schulz 0.1.6 and flashinfer-python 0.6.12, and
 of our own kernels in Helion. On a GPU with the packages, test_backends.py and test_decode.py test the real functions.
 If Helion is installed, test_backends.py also runs its LayerNorm in Triton's interpreter, and compile_helion.py compiles
-its kernels.
+its kernels. Our kernels in cuTile run from their source with fake_cutile.py as cuda.tile. If cuda.tile and tileiras are
+installed, compile_cutile.py compiles them.
 """
 
 import importlib
@@ -21,12 +22,14 @@ import pytest
 import torch
 from torch.nn.functional import gelu, pad, silu
 
-from kernels import decode, quack
+from kernels import cutile, decode, quack
 from kernels.check import broken_rule
+from kernels.gpu import package_unavailable
 from kernels.loss import liger_cute
 from kernels.mlp import nvmath
 from kernels.muon import gram
 from kernels.registry import Unavailable, backend, contract, load, missing_argument, unavailable
+from tests.kernels import fake_cutile
 from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
 CPU = torch.device("cpu")
@@ -36,6 +39,7 @@ WRAPPED = [
     *[("loss", impl) for impl in ("liger", "liger_large", "liger_cute", "helion", "quack")],
     *[("mlp", impl) for impl in ("nvmath", "quack")],
     ("linear", "quack"),
+    *[(op, "cutile") for op in ("norm", "rms_norm", "linear")],
     ("muon", "gram"),
 ]
 CASES = {
@@ -450,6 +454,7 @@ def packages(monkeypatch):
         monkeypatch.setitem(sys.modules, f"kernels.{op}._helion", kernels)
         # if an earlier test has imported the real one, `from kernels.norm import _helion` takes this attribute
         monkeypatch.setattr(contract(op), "_helion", kernels, raising=False)
+    fake_cutile.install(monkeypatch)
     monkeypatch.setitem(sys.modules, "quack.rmsnorm_config", SimpleNamespace(get_sm_count=lambda N, device: 2))
 
 
@@ -535,6 +540,52 @@ def test_what_quack_refuses_of_glu_and_rope(packages):
         backend("rope", "quack").rope(**case_inputs("rope", "D=30", torch.float32, CPU))
 
 
+@pytest.mark.parametrize("case", ["768", "1025", "8192", "narrow", "many_rows", "769"])
+def test_other_widths_in_cutile(case, packages):
+    """The rows and the columns beyond a tensor's edge, and the parts of a sum."""
+    for op in ("norm", "rms_norm", "linear"):
+        for dtype in (torch.float32, torch.bfloat16) if case in contract(op).CASES else ():
+            inputs = case_inputs(op, case, dtype, CPU)
+            truth = outputs_and_gradients(contract(op).reference, inputs, dtype=torch.float64)
+            eager = outputs_and_gradients(load(op, "eager", CPU), inputs)
+            got = outputs_and_gradients(getattr(backend(op, "cutile"), op), inputs)
+            assert_as_good_as_eager(got, eager, truth, inputs, dtype)
+
+
+def test_what_cutile_refuses(packages, monkeypatch):
+    for op in ("norm", "rms_norm", "linear"):
+        inputs = contract(op).inputs((2, 64), **({"out": 64} if op == "linear" else {}), dtype=torch.float64)
+        message = f"^{op}=cutile supports float32, bfloat16 and float16, not torch.float64: choose kernels.{op}=eager$"
+        with pytest.raises(Unavailable, match=message):
+            getattr(backend(op, "cutile"), op)(**inputs)
+    with pytest.raises(Unavailable, match=r"^norm=cutile supports widths up to 16384, not 16385: choose "):
+        backend("norm", "cutile").norm(**contract("norm").inputs((1, 16385), dtype=torch.float32))
+    install = "pip install 'nvidia-cuda-tileiras>=13.3'"
+    for version, reason in (
+        (None, f"it needs tileiras of CUDA 13.3 or newer, and there is none: {install}"),
+        ("13.2", f"it needs tileiras of CUDA 13.3 or newer, and this is 13.2: {install}"),
+        ("13.3", None),
+        ("14.0", None),
+    ):
+        monkeypatch.setattr(cutile, "compiler_version", lambda version=version: version)
+        assert cutile.compiler_unavailable() == reason
+
+
+@pytest.mark.parametrize("text", ["Cuda compilation tools, release 13.4, V13.4.92", None])
+def test_the_version_of_tileiras(text, tmp_path, monkeypatch, packages):
+    compiler = tmp_path / "tileiras"
+
+    def find():
+        if text is None:
+            raise FileNotFoundError("'tileiras' compiler not found")
+        compiler.write_text(f"#!/bin/sh\necho '{text}'\n")
+        compiler.chmod(0o755)
+        return SimpleNamespace(path=str(compiler))
+
+    monkeypatch.setitem(sys.modules, "cuda.tile._compile", SimpleNamespace(_find_compiler_bin=find))
+    assert cutile.compiler_version.__wrapped__() == (text and "13.4")
+
+
 @pytest.mark.parametrize("impl", ["liger", "quack", "helion"])
 def test_a_rotation_without_a_norm_says_so(impl, packages):
     message = rf"^kernels\.rope\.{impl} takes no q_weight \(kernels/rope/__init__\.py\): choose kernels\.rope=.*triton"
@@ -569,7 +620,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         if impl != "helion" or op == "loss":  # the others in Helion also run in Triton's interpreter
             assert re.match(r"it needs (an NVIDIA|a Hopper) GPU .*compute capability", unavailable(op, impl, CPU))
     for name in list(sys.modules):
-        if name.split(".")[0] in ("liger_kernel", "quack", "nvmath", "helion", "gram_newton_schulz"):
+        if name.split(".")[0] in ("liger_kernel", "quack", "nvmath", "helion", "gram_newton_schulz", "cuda"):
             monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
     for op, impl, package in (
@@ -585,6 +636,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         ("glu", "helion", "helion==1.5.0"),
         *((op, "quack", "quack-kernels[cu13]>=0.6.5") for op in ("glu", "linear", "mlp", "loss")),
         ("loss", "helion", "helion==1.5.0"),
+        *((op, "cutile", "cuda-tile>=1.7") for op in ("norm", "rms_norm", "linear")),
         ("mlp", "nvmath", "nvmath-python>=1.0"),
         ("loss", "liger", "liger-kernel"),
         ("loss", "liger_large", "liger-kernel>=0.8.5"),
@@ -619,6 +671,15 @@ def test_a_helion_that_cannot_be_imported_is_named_with_the_version_that_can(mon
         assert str(raised.value) == (
             f"{op}=helion cannot run here: it needs helion==1.5.0 ({error}): pip install 'helion==1.5.0'"
         )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(package_unavailable("", "cuda.tile.compilation.export_kernel") is not None, reason="no cuda.tile")
+def test_our_kernels_in_cutile_compile_for_hopper():
+    command = [sys.executable, "-m", "tests.kernels.compile_cutile"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("registers") == 47
 
 
 @pytest.mark.exhaustive

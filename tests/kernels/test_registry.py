@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 def test_the_error_names_an_unknown_or_incomplete_backend(monkeypatch):
     """A backend is incomplete if its file lacks the op's function."""
-    with pytest.raises(KernelError, match=r"norm=fast: no file kernels/norm/fast.py; there are auto, eager"):
+    with pytest.raises(KernelError, match=r"norm=fast: no file kernels/norm/fast.py; there are auto, cutile, eager"):
         load("norm", "fast", CPU)
     with pytest.raises(KernelError, match=r"kernels.mlp=sdpa: no file"):
         KernelsConfig(norm="eager", mlp="sdpa", loss="eager", compile=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 # Triton hashes the source of functions with the first two. functools.wraps gives its function the hints of another
-EXCLUDED = ("jit", "constexpr_function", "functools.wraps")
+EXCLUDED = ("jit", "ct.kernel", "constexpr_function", "functools.wraps")
 HELION = {  # compiled from the source
     "loss/_helion.py": ["cross_entropy"],
     "norm/_helion.py": ["norm_fwd", "norm_bwd"],

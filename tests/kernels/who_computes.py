@@ -25,6 +25,7 @@ LIBRARIES = {
     r"cutlass-dsl": r"kernel_cutlass|quack|^_lce_glue",
     r"liger-kernel": r"liger|_(layer|rms)_norm_\w+_kernel|element_mul|_swiglu_\w+_kernel|_triton_rope",
     r"helion": r"helion",
+    r"cuda-tile": r"cutile_",
     r"_for_cpu": r"_for_cpu",
     r"\bXLA\b": r"fusion|^wrapped_|^(loop|input)_|^triton_|RepeatBuffer|redzone",
 }

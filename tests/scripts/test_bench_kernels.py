@@ -90,7 +90,7 @@ def test_a_cpu_measures_one_small_shape_by_default(called, monkeypatch, tmp_path
     ("arguments", "message"),
     [
         ("op=gemm", f"op=gemm: choose {', '.join(OPS)}"),
-        ("impl=mine", "impl=mine: no file kernels/norm/mine.py; there are auto, eager, "),
+        ("impl=mine", "impl=mine: no file kernels/norm/mine.py; there are auto, cutile, eager, "),
         ("impl=[eager,to/mine.py]", "impl=to/mine.py: no file to/mine.py in "),
         ("shape=huge", "shape=huge: norm has 124m, "),
         ("dtype=int8", "dtype=int8: choose bfloat16, float16, float32"),

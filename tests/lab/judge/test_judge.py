@@ -261,7 +261,7 @@ def test_training_swaps_one_op_and_nothing_else():
         (Claim("decode", "triton", "blocks"), "op=decode: python -m scripts.generate -m kernels.decode="),
         (Claim("nrom", "triton", "eager"), "op=nrom: choose norm, rms_norm"),
         (Claim("norm", None, "eager"), "impl is missing: name the backend of norm to judge"),
-        (Claim("norm", "none", "eager"), "impl=none: no file kernels/norm/none.py; there are auto, eager, "),
+        (Claim("norm", "none", "eager"), "impl=none: no file kernels/norm/none.py; there are auto, cutile, eager, "),
         (Claim("norm", "none.py", "eager"), "impl=none.py: no file none.py in "),
         (
             Claim("norm", "kernels.nrom.eager", "eager"),

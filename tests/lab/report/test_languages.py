@@ -91,12 +91,12 @@ def test_every_backend_has_one_language_and_every_listed_name_is_a_backend():
 
 def test_a_backend_with_a_new_name_is_a_language(monkeypatch):
     """Its variants are in its line, and the sweep trains with it alone."""
-    new = {"norm": ["tilelang"], "mlp": ["tilelang", "tilelang_recompute"], "decode": ["cutile"]}
+    new = {"norm": ["tilelang"], "mlp": ["tilelang", "tilelang_recompute"], "decode": ["mojo"]}
     monkeypatch.setattr(names, "impls", lambda op: [*impls(op), *new.get(op, [])])
-    assert [*languages()][-2:] == ["tilelang", "cutile"]
+    assert [*languages()][-2:] == ["tilelang", "mojo"]
     assert languages()["tilelang"] == {"norm": ["tilelang"], "mlp": ["tilelang", "tilelang_recompute"]}
     assert training_overrides()["tilelang"] == ["kernels=tilelang", "attn=sdpa"]
-    assert decoding_overrides()["cutile"] == ["kernels=eager", "kernels.decode=cutile"]
+    assert decoding_overrides()["mojo"] == ["kernels=eager", "kernels.decode=mojo"]
     keep([kernel_row("mlp", "tilelang_recompute", ms=2.0)])
     [kernels, *_] = tables(language_tables(FOLDER)).values()
     line = next(line for line in kernels if line["language"] == "tilelang")

@@ -1,0 +1,81 @@
+"""NVIDIA's cuTile (https://github.com/NVIDIA/cutile-python), for the backends `cutile`: where it runs, and launches.
+
+A kernel in cuTile is a Python function of one block. It loads, computes and stores whole tiles, whose sizes are powers
+of two, and names neither threads nor shared memory. cuda.tile writes it as Tile IR, and NVIDIA's compiler tileiras
+chooses the rest: on Hopper, TMA, wgmma, and warps that only load.
+
+The first launch with other dtypes, constants, or divisibility by 16 of a shape compiles for one or two seconds.
+"""
+
+import functools
+import re
+import subprocess
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.gpu import DTYPES, gpu_unavailable, make_context_current, package_unavailable
+from kernels.registry import Unavailable
+
+PACKAGE = "cuda-tile>=1.7"
+COMPILER = 13, 3  # the first version of tileiras that compiles for Hopper
+
+
+def unavailable(device: torch.device) -> str | None:
+    missing = package_unavailable(PACKAGE, "cuda.tile.launch")
+    return missing or gpu_unavailable(device) or compiler_unavailable()
+
+
+def compiler_unavailable() -> str | None:
+    """Return why cuda.tile cannot compile, or None if it can."""
+    found = compiler_version()
+    if found and tuple(map(int, found.split("."))) >= COMPILER:
+        return None
+    # cuda-tile[tileiras] pins another cuda-toolkit than torch 2.11
+    lacks = f"and this is {found}" if found else "and there is none"
+    return f"it needs tileiras of CUDA 13.3 or newer, {lacks}: pip install 'nvidia-cuda-tileiras>=13.3'"
+
+
+@functools.cache
+def compiler_version() -> str | None:
+    """Return the version of the tileiras that cuda.tile uses, "13.4", or None if it finds none."""
+    from cuda.tile._compile import _find_compiler_bin  # no public function says where the compiler is
+
+    try:
+        path = _find_compiler_bin().path
+    except FileNotFoundError:
+        return None
+    text = subprocess.run([path, "--version"], capture_output=True, encoding="utf-8", check=True).stdout
+    return re.search(r"release (\d+\.\d+)", text)[1]
+
+
+def detail(**inputs: Any) -> str:
+    return f"cuda-tile {version('cuda-tile')}, tileiras {compiler_version()}"
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+    """Launch a kernel in cuTile on PyTorch's current stream. `grid` is the number of blocks along each axis.
+
+    cuTile takes no None, so an argument that the kernel does not read may be any tensor.
+    """
+    from cuda import tile
+
+    make_context_current()
+    values = tuple(value.detach() if isinstance(value, Tensor) else value for value in arguments)  # or DLPack refuses
+    tile.launch(torch.cuda.current_stream(), grid, kernel, values)
+
+
+def check_dtypes(op: str, *tensors: Tensor | None) -> None:
+    """Raise Unavailable if the kernels of `op` do not support the dtype of a tensor."""
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise Unavailable(
+                f"{op}=cutile supports float32, bfloat16 and float16, not {tensor.dtype}: choose kernels.{op}=eager"
+            )
+
+
+def power_of_2(size: int) -> int:
+    """Return the smallest power of two that is at least `size`: the width of a tile of `size` columns."""
+    return 1 << (size - 1).bit_length()
