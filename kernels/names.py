@@ -88,6 +88,7 @@ LANGUAGES = {
     "CUDA C++": ["persistent"],
     "Helion": ["helion"],
     "cuTile": ["cutile"],
+    "TileLang": ["tilelang"],
     "CuTe DSL": ["quack", "liger_cute", "flash", "gram"],
     "Liger's Triton": ["liger"],
     "XLA": ["xla"],

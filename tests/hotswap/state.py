@@ -30,6 +30,7 @@ IMPORTS = (
     "hydra",
     "transformers.models.gpt2.modeling_gpt2",
     "helion",
+    "tilelang",
     "torchao",
     "jax",
 )

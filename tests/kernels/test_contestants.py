@@ -2,10 +2,10 @@
 
 The packages need a GPU. Here plain PyTorch replaces the functions that the backends call, with the signatures of
 liger-kernel 0.8.5, quack-kernels 0.6.5, nvmath-python 1.0.0, gram-newton-schulz 0.1.6 and flashinfer-python 0.6.12, and
-of our own kernels in Helion. On a GPU with the packages, test_backends.py and test_decode.py test the real functions.
-If Helion is installed, test_backends.py also runs its LayerNorm in Triton's interpreter, and compile_helion.py compiles
-its kernels. Our kernels in cuTile run from their source with fake_cutile.py as cuda.tile. If cuda.tile and tileiras are
-installed, compile_cutile.py compiles them.
+of our own kernels in Helion and TileLang. On a GPU with the packages, test_backends.py and test_decode.py test the real
+functions. If Helion is installed, test_backends.py also runs its LayerNorm in Triton's interpreter, and
+compile_helion.py compiles its kernels. compile_tilelang.py compiles those in TileLang. Our kernels in cuTile run from
+their source with fake_cutile.py as cuda.tile. If cuda.tile and tileiras are installed, compile_cutile.py compiles them.
 """
 
 import importlib
@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, pad, silu
 
-from kernels import cutile, decode, quack
+from kernels import cutile, decode, quack, tilelang
 from kernels.check import broken_rule
 from kernels.gpu import package_unavailable
 from kernels.loss import liger_cute
@@ -38,6 +38,7 @@ WRAPPED = [
     *[(op, impl) for op in ("norm", "rms_norm", "rope", "glu") for impl in ("liger", "quack", "helion")],
     *[("loss", impl) for impl in ("liger", "liger_large", "liger_cute", "helion", "quack")],
     *[("mlp", impl) for impl in ("nvmath", "quack")],
+    *[(op, "tilelang") for op in ("norm", "rms_norm", "linear")],
     ("linear", "quack"),
     *[(op, "cutile") for op in ("norm", "rms_norm", "linear")],
     ("muon", "gram"),
@@ -58,6 +59,7 @@ ONE_DTYPE = {  # our kernels do not work in bf16 under TRITON_INTERPRET=1, which
     **{("loss", impl): torch.float32 for impl in ("helion", "liger", "liger_large")},
     ("loss", "liger_cute"): torch.bfloat16,
     ("muon", "gram"): torch.bfloat16,
+    ("linear", "tilelang"): torch.bfloat16,
 }
 
 
@@ -183,6 +185,74 @@ def helion_norm_fwd(x, residual, weight, bias, eps, y, stream, mean, rstd):
 def helion_norm_bwd(dy, dstream, stream, weight, mean, rstd, dx, dresidual, dweight, dbias):
     options = {"mean": mean, "is_layernorm": mean is not None}
     _rmsnorm_bwd(stream, weight, dy, rstd, dx, dweight, dbias, dstream, dresidual, programs=len(dweight), **options)
+
+
+def assert_fits(vec, dtypes, *tensors):
+    """What TileLang's launch checks, and that rows of vectors of `vec` numbers are aligned."""
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        if tensor is not None:
+            assert str(tensor.dtype) == f"torch.{dtype}"
+            assert tensor.is_contiguous()
+            assert tensor.shape[-1] % vec == 0
+            assert tensor.data_ptr() % (vec * tensor.element_size()) == 0
+
+
+def tilelang_norm_fwd(C, vec, lanes, rows, has_residual, has_bias, centred, *dtypes):
+    def kernel(x, residual, weight, bias, y, stream, mean, rstd, eps):
+        assert (residual is not None, bias is not None, mean is not None) == (has_residual, has_bias, centred)
+        x_dtype, stream_dtype, dtype = dtypes
+        types = x_dtype, stream_dtype, dtype, dtype, dtype, stream_dtype
+        assert_fits(vec, types, x, residual, weight, bias, y, stream)
+        _rmsnorm_fwd(x, weight, y, bias, rstd, mean, residual, stream, eps, is_layernorm=centred)
+
+    assert rows * lanes in (128, 256)
+    return kernel
+
+
+def tilelang_norm_bwd(C, vec, lanes, rows, blocks, has_dstream, has_bias, has_dresidual, centred, *dtypes):
+    def kernel(dy, dstream, stream, weight, mean, rstd, dx, dresidual, dweight, dbias):
+        given = [tensor is not None for tensor in (dstream, dbias, dresidual, mean)]
+        assert given == [has_dstream, has_bias, has_dresidual, centred]
+        x_dtype, stream_dtype, dtype = dtypes
+        types = dtype, stream_dtype, stream_dtype, dtype, x_dtype, stream_dtype, "float32", "float32"
+        assert_fits(vec, types, dy, dstream, stream, weight, dx, dresidual, dweight, dbias)
+        options = {"mean": mean, "is_layernorm": centred, "programs": len(dweight)}
+        _rmsnorm_bwd(stream, weight, dy, rstd, dx, dweight, dbias, dstream, dresidual, **options)
+
+    assert rows * lanes * blocks <= 512
+    return kernel
+
+
+def tilelang_sum_rows(C, vec, *dtypes):
+    def kernel(x, out):
+        assert_fits(vec, dtypes, x, out)
+        for program, total in enumerate(out):
+            total.copy_(x.float()[torch.arange(len(x)) // 128 % len(out) == program].sum(0))
+
+    return kernel
+
+
+def tilelang_matmul(C, F, tile, w_by_rows, has_bias, dtype):
+    def kernel(x, w, bias, y):
+        assert (bias is not None) == has_bias
+        assert w.shape == ((F, C) if w_by_rows else (C, F))
+        assert_fits(8, [dtype] * 4, x, w, bias, y)
+        y.copy_(x.float() @ (w.T if w_by_rows else w).float() + (bias.float() if has_bias else 0))
+
+    return kernel
+
+
+def tilelang_split_matmul(F, C, tile, *dtypes):
+    def kernel(a, b, out, steps):
+        dtype, out_dtype = dtypes
+        assert_fits(8, (dtype, dtype, out_dtype), a, b, out)
+        length = steps * tile[0]
+        assert (len(out) - 1) * length < len(a) <= len(out) * length
+        for split, part in enumerate(out):
+            rows = slice(split * length, (split + 1) * length)
+            part.copy_(a[rows].float().T @ b[rows].float())
+
+    return kernel
 
 
 def rotate_(x, cos, sin, sign):
@@ -455,6 +525,13 @@ def packages(monkeypatch):
         # if an earlier test has imported the real one, `from kernels.norm import _helion` takes this attribute
         monkeypatch.setattr(contract(op), "_helion", kernels, raising=False)
     fake_cutile.install(monkeypatch)
+    monkeypatch.setitem(sys.modules, "tilelang.language", SimpleNamespace(annotate_consumer_reg_alloc=None))
+    matmuls = SimpleNamespace(matmul=tilelang_matmul, split_matmul=tilelang_split_matmul)
+    norms = SimpleNamespace(norm_fwd=tilelang_norm_fwd, norm_bwd=tilelang_norm_bwd)
+    for op, kernels in {"norm": norms, "linear": matmuls}.items():
+        monkeypatch.setitem(sys.modules, f"kernels.{op}._tilelang", kernels)
+        monkeypatch.setattr(contract(op), "_tilelang", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "kernels._tilelang_sums", SimpleNamespace(sum_rows=tilelang_sum_rows))
     monkeypatch.setitem(sys.modules, "quack.rmsnorm_config", SimpleNamespace(get_sm_count=lambda N, device: 2))
 
 
@@ -516,6 +593,65 @@ def test_what_quacks_matmuls_refuse(packages):
             getattr(backend(op, "quack"), op)(**case_inputs(op, case, torch.float32, CPU))
     on_a_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
     assert quack.refused_widths(on_a_gpu, 8) == "bfloat16 or float16, because its matmuls round float32 to TF32"
+
+
+def test_what_tilelang_refuses(packages):
+    for case, dtype, reason in (
+        ("769", torch.bfloat16, "widths that are multiples of 8, not 769 and 1025"),
+        ("768", torch.float32, "bfloat16 and float16, because its matmuls round float32 to TF32"),
+        ("768", torch.float64, "bfloat16 and float16, not torch.float64"),
+    ):
+        message = f"^linear=tilelang takes {re.escape(reason)}: choose kernels.linear=eager$"
+        with pytest.raises(Unavailable, match=message):
+            backend("linear", "tilelang").linear(**case_inputs("linear", case, dtype, CPU))
+    for op in ("norm", "rms_norm"):
+        function = getattr(backend(op, "tilelang"), op)
+        message = f"^{op}=tilelang takes float32, bfloat16 and float16, not torch.float64: choose kernels.{op}=eager$"
+        with pytest.raises(Unavailable, match=message):
+            function(**case_inputs(op, "768", torch.float64, CPU))
+        message = f"^{op}=tilelang takes widths up to 16384, not 16392: choose kernels.{op}=eager$"
+        with pytest.raises(Unavailable, match=message):
+            function(**contract(op).inputs((1, 16392), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("op", ["norm", "rms_norm", "linear"])
+def test_tilelang_needs_a_compiler_and_for_its_matmuls_hopper(op, packages, monkeypatch, tmp_path):
+    gpu, env = torch.device("cuda"), SimpleNamespace(CUDA_HOME="")
+    monkeypatch.setitem(sys.modules, "tilelang.env", SimpleNamespace(env=env))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(tilelang, "compiler_unavailable", tilelang.compiler_unavailable.__wrapped__)
+    remedy = "set CUDA_HOME to the CUDA toolkit, or pip install 'tilelang[nvcc]==0.1.15'"
+    assert unavailable(op, "tilelang", gpu) == f"it needs nvcc, CUDA's compiler: {remedy}"
+    env.CUDA_HOME = tmp_path
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch()
+    hopper = "it needs a Hopper GPU (compute capability 9.0): choose kernels.linear=triton"
+    assert unavailable(op, "tilelang", gpu) == (hopper if op == "linear" else None)
+
+
+@pytest.mark.parametrize("found", ["0.1.10", "0.1.11", "0.1.12.post1", "0.1.13", "0.1.15.post2", "1.0"])
+def test_tilelang_names_the_ffi_that_it_needs(found, packages, monkeypatch):
+    """With a newer one, importing TileLang raises RuntimeError, so unavailable() does not import it."""
+    monkeypatch.setattr(tilelang, "version", lambda name: {"tilelang": "0.1.15", "apache-tvm-ffi": found}[name])
+    fits = found in ("0.1.11", "0.1.12.post1")
+    reason = f"it needs apache-tvm-ffi 0.1.11 or 0.1.12, not {found}: pip install 'apache-tvm-ffi<0.1.13'"
+    assert (unavailable("norm", "tilelang", CPU) == reason) != fits
+
+
+@pytest.mark.parametrize("C", [5, 64, 576, 768, 769, 770, 1600, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_threads_of_a_row_in_tilelang(C, size):
+    """They hold all of it, in vectors of 16 bytes where the width allows, and their registers fit."""
+    module = backend("norm", "tilelang")
+    vec = tilelang.vector(C, torch.empty(0, dtype={2: torch.bfloat16, 4: torch.float32}[size]))
+    assert C % vec == 0
+    assert vec * size == 16 or (2 * vec * size <= 16 and C % (2 * vec)) or size * vec == 16
+    for lanes, rows, *blocks in (module.row_launch(C, vec, 64), module.backward_launch(C, vec, size)):
+        assert lanes & (lanes - 1) == 0
+        assert 128 <= lanes * rows <= 512
+        held = -(-C // (vec * lanes)) * vec
+        assert held <= (40 if blocks else 72)
+        assert lanes * rows * (blocks[0] if blocks else 1) <= 512
 
 
 def test_quack_outside_of_site_packages_says_so(packages, monkeypatch):
@@ -619,8 +755,9 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     for op, impl in WRAPPED:
         if impl != "helion" or op == "loss":  # the others in Helion also run in Triton's interpreter
             assert re.match(r"it needs (an NVIDIA|a Hopper) GPU .*compute capability", unavailable(op, impl, CPU))
+    packages = ("liger_kernel", "quack", "nvmath", "helion", "gram_newton_schulz", "cuda", "tilelang")
     for name in list(sys.modules):
-        if name.split(".")[0] in ("liger_kernel", "quack", "nvmath", "helion", "gram_newton_schulz", "cuda"):
+        if name.split(".")[0] in packages:
             monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
     for op, impl, package in (
@@ -637,6 +774,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         *((op, "quack", "quack-kernels[cu13]>=0.6.5") for op in ("glu", "linear", "mlp", "loss")),
         ("loss", "helion", "helion==1.5.0"),
         *((op, "cutile", "cuda-tile>=1.7") for op in ("norm", "rms_norm", "linear")),
+        *((op, "tilelang", "tilelang==0.1.15") for op in ("norm", "rms_norm", "linear")),
         ("mlp", "nvmath", "nvmath-python>=1.0"),
         ("loss", "liger", "liger-kernel"),
         ("loss", "liger_large", "liger-kernel>=0.8.5"),
@@ -691,6 +829,15 @@ def test_helions_kernels_compile_for_hopper_and_its_loss_is_right(interpret, wor
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(word) == lines
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(find_spec("tilelang") is None, reason="TileLang is not installed")
+def test_tilelangs_kernels_compile_for_hopper():
+    command = [sys.executable, "-m", "tests.kernels.compile_tilelang"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("tilelang") == 27
 
 
 def xqa_batch_decode_with_kv_cache(

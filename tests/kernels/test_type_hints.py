@@ -4,8 +4,9 @@ import ast
 from pathlib import Path
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-# Triton hashes the source of functions with the first two. functools.wraps gives its function the hints of another
-EXCLUDED = ("jit", "ct.kernel", "constexpr_function", "functools.wraps")
+# Triton and cuTile read the source of functions with the first three. functools.wraps gives its function the hints of
+# another. TileLang reads the hints of parameters, and a kernel has no result
+EXCLUDED = ("jit", "ct.kernel", "constexpr_function", "functools.wraps", "T.prim_func")
 HELION = {  # compiled from the source
     "loss/_helion.py": ["cross_entropy"],
     "norm/_helion.py": ["norm_fwd", "norm_bwd"],

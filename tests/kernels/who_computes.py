@@ -26,6 +26,7 @@ LIBRARIES = {
     r"liger-kernel": r"liger|_(layer|rms)_norm_\w+_kernel|element_mul|_swiglu_\w+_kernel|_triton_rope",
     r"helion": r"helion",
     r"cuda-tile": r"cutile_",
+    r"tilelang": r"tilelang",
     r"_for_cpu": r"_for_cpu",
     r"\bXLA\b": r"fusion|^wrapped_|^(loop|input)_|^triton_|RepeatBuffer|redzone",
 }

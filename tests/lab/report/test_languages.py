@@ -91,16 +91,16 @@ def test_every_backend_has_one_language_and_every_listed_name_is_a_backend():
 
 def test_a_backend_with_a_new_name_is_a_language(monkeypatch):
     """Its variants are in its line, and the sweep trains with it alone."""
-    new = {"norm": ["tilelang"], "mlp": ["tilelang", "tilelang_recompute"], "decode": ["mojo"]}
+    new = {"norm": ["thunder"], "mlp": ["thunder", "thunder_recompute"], "decode": ["mojo"]}
     monkeypatch.setattr(names, "impls", lambda op: [*impls(op), *new.get(op, [])])
-    assert [*languages()][-2:] == ["tilelang", "mojo"]
-    assert languages()["tilelang"] == {"norm": ["tilelang"], "mlp": ["tilelang", "tilelang_recompute"]}
-    assert training_overrides()["tilelang"] == ["kernels=tilelang", "attn=sdpa"]
+    assert [*languages()][-2:] == ["thunder", "mojo"]
+    assert languages()["thunder"] == {"norm": ["thunder"], "mlp": ["thunder", "thunder_recompute"]}
+    assert training_overrides()["thunder"] == ["kernels=thunder", "attn=sdpa"]
     assert decoding_overrides()["mojo"] == ["kernels=eager", "kernels.decode=mojo"]
-    keep([kernel_row("mlp", "tilelang_recompute", ms=2.0)])
+    keep([kernel_row("mlp", "thunder_recompute", ms=2.0)])
     [kernels, *_] = tables(language_tables(FOLDER)).values()
-    line = next(line for line in kernels if line["language"] == "tilelang")
-    assert line["mlp"].startswith("`tilelang_recompute` 0.667 / **2**, 80%<br>")
+    line = next(line for line in kernels if line["language"] == "thunder")
+    assert line["mlp"].startswith("`thunder_recompute` 0.667 / **2**, 80%<br>")
     assert (line["norm"], line["loss"]) == ("not measured", "none")
 
 
@@ -265,11 +265,11 @@ def test_the_panel_has_the_fastest_backend_of_each_language_in_the_newest_benchm
     rows = [kernel_row(impl="eager", ms=9.0) | old, kernel_row(impl="xla", ms=1.0) | old]
     rows += [kernel_row(impl="eager", ms=3.0), kernel_row(ms=2.0), kernel_row(impl="triton_recompute", ms=1.5)]
     rows += [kernel_row(impl="auto", ms=1.0), refused_row("norm", "helion", "failed: how"), kernel_row("mlp", ms=1.0)]
-    rows += [make_kernel_row("norm", "gluon", "124m", 1.0, 1.0, 1.0), kernel_row(impl="tilelang", ms=6.0)]
+    rows += [make_kernel_row("norm", "gluon", "124m", 1.0, 1.0, 1.0), kernel_row(impl="thunder", ms=6.0)]
     figure = languages_figure(rows)
     points = {series.name: [(point.x, point.y) for point in series.points] for series in figure.series}
     norm = "norm 124m"
-    assert points == {"PyTorch": [(1, norm)], "Triton": [(2, norm)], "tilelang": [(0.5, norm)]}
+    assert points == {"PyTorch": [(1, norm)], "Triton": [(2, norm)], "thunder": [(0.5, norm)]}
     hover = next(series.points[0].origin for series in figure.series if series.name == "Triton").hover
     assert "triton_recompute, 1.5 ms" in hover
     assert languages_figure([make_kernel_row("norm", "eager", "124m", 1.0, 1.0, 1.0)]) is None
