@@ -189,15 +189,15 @@ def long_runs(device: str) -> str:
 def optimizers(device: str) -> str:
     """Return the figure and the table of a folder with AdamW's and Muon's runs, if it has both.
 
-    The table has means over the seeds. The loss to reach is the last one of AdamW in bf16 with the same seed.
+    The table has means over the seeds. The loss to reach is the last one of AdamW with the same precision and seed.
     """
     choices = by_optimizer([run for run in curves(device) if run.validation])
-    baselines = {run.seed: run for run in choices.get(("bf16", "AdamW"), [])}
-    if len({optimizer for _, optimizer in choices}) < 2 or not baselines:
+    if {optimizer for _, optimizer in choices} != {"AdamW", "Muon"}:
         return "Not measured yet."
     head = ["precision", "optimizer", "seeds", "last validation loss", "tokens/s", "million tokens to AdamW's loss"]
     lines = []
     for choice, runs in choices.items():
+        baselines = {run.seed: run for run in choices.get((choice[0], "AdamW"), [])}
         speeds = [speed(run.row) for run in runs if speed(run.row)]
         losses = spread([run.last for run in runs], ".4f")
         cells = [str(len(runs)), losses, f"{mean(speeds):,.0f}" if speeds else ""]

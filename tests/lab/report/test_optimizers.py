@@ -105,6 +105,18 @@ def check_figure(runs, path):
     assert loss_curves.draw_curves("muon", path)[0].read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_loss_to_reach_is_of_the_same_precision(monkeypatch):
+    def run(precision, optimizer, loss):
+        config = {"precision": precision, "seed": 1, "optim": {"name": optimizer}, "train": {"tokens_per_step": 10**6}}
+        row = {"status": "ok", "perf/step_ms": 60_000.0, "config": config}
+        return loss_curves.Curve(row, f"{precision} {optimizer}", {}, {1: 4.0, 3: loss})
+
+    losses = {("bf16", "adamw"): 2.0, ("bf16", "muon"): 1.0, ("fp8", "adamw"): 3.0, ("fp8", "muon"): 2.0}
+    monkeypatch.setattr(loss_curves, "curves", lambda device: [run(*choice, loss) for choice, loss in losses.items()])
+    lines = cells(loss_curves.optimizers("any").partition("\n\n")[2])
+    assert [line[5:7] for line in lines] == [["3.0", "1.00"], ["2.3", "0.78"], ["3.0", "1.00"], ["2.0", "0.67"]]
+
+
 def test_a_loss_that_one_seed_does_not_reach_has_no_tokens():
     row = {"perf/step_ms": 1.0}
     low, high = (loss_curves.Curve(row | {"config": {"seed": 1}}, "a", {}, {1: 4.0, 2: loss}) for loss in (2.0, 3.0))

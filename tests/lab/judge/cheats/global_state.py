@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "linear"
-# Not on every CPU can the process flush denormal numbers. And in this precision some CPUs multiply in bf16, so the
-# result itself is wrong
+# Some CPUs cannot flush denormal numbers. In this precision some CPUs multiply in bf16, so the result itself is wrong
 REFUSED = "it changes the process around it: random numbers, (denormals, )?TF32 in matmuls|wrong: out0: error"
 
 
