@@ -10,7 +10,8 @@ from lab.report.plot import Figure, Series, octave_ticks
 
 # Plotly's names -> matplotlib's
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "cross": "P", "triangle-up": "^", "star": "*"}
-MARKERS |= {"x": "X", "pentagon": "p", "triangle-down": "v", "hexagon": "h", "diamond-tall": "d", "circle-open": "o"}
+MARKERS |= {"x": "X", "pentagon": "p", "triangle-down": "v", "hexagon": "h", "diamond-tall": "d", "triangle-left": "<"}
+MARKERS |= {"circle-open": "o"}
 LINES = {"solid": "-", "dot": ":", "longdash": "--", "dash": "-."}
 
 
