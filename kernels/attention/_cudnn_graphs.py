@@ -12,6 +12,7 @@ from kernels.registry import Unavailable
 
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", torch.float32: "FLOAT", torch.int32: "INT32"}
 OTHER = "choose attn=sdpa"
+MAX_PLANS = 64  # of each way. A model's training step needs one; each length of a prompt adds one
 
 
 class Mask(NamedTuple):
@@ -54,7 +55,7 @@ def layout(tensor: Tensor) -> Layout:
     return Layout((B, H, T, D), (stride_b, stride_h, stride_t, stride_d), tensor.dtype)
 
 
-def contiguous(*sizes: int, dtype: torch.dtype) -> Layout:
+def contiguous_layout(*sizes: int, dtype: torch.dtype) -> Layout:
     """Describe a tensor whose memory is in the order of cuDNN's sizes: lse (B, H, T, 1), lengths (B, 1, 1, 1)."""
     _, H, T, D = sizes
     return Layout(sizes, (H * T * D, T * D, D, 1), dtype)
@@ -95,7 +96,7 @@ def declare(graph: Any, name: str, layout: Layout) -> Any:
 
 
 def set_output(tensor: Any, layout: Layout) -> None:
-    """Say that the caller wants this result of a node, and where."""
+    """Make a node's result an output with this layout."""
     sizes, strides, dtype = layout
     tensor.set_output(True).set_dim(list(sizes)).set_stride(list(strides)).set_data_type(data_type(dtype))
 
@@ -125,17 +126,19 @@ def finish(graph: Any, tensors: list[Any]) -> Plan:
         graph.build_plans()
     except cudnn.cudnnGraphNotSupportedError as error:
         version = cudnn.backend_version_string()
-        raise Unavailable(f"attention=cudnn_frontend: cuDNN {version} refuses: {why(error)}: {OTHER}") from None
+        raise Unavailable(
+            f"attention=cudnn_frontend: cuDNN {version} refuses: {backend_reason(error)}: {OTHER}"
+        ) from None
     return Plan(graph, tuple(tensor.get_uid() for tensor in tensors), graph.get_workspace_size())
 
 
-def why(error: Exception) -> str:
+def backend_reason(error: Exception) -> str:
     """Return cuDNN's reason from an error of the front end, which may have many lines and name its own kernels too."""
     reason = f"{error}".rpartition("the backend declined: ")[2]
     return re.split(r"; python engines|\n", reason)[0].rstrip(" _.:)")
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def plan_forward(q: Layout, k: Layout, v: Layout, mask: Mask, scale: float, device: torch.device) -> Plan:
     """Return a plan that takes q, k, v, with mask.lengths the numbers of queries and of keys (B,), then out, lse."""
     graph = new_graph(device, q.dtype)
@@ -143,17 +146,17 @@ def plan_forward(q: Layout, k: Layout, v: Layout, mask: Mask, scale: float, devi
     inputs = [declare(graph, name, part) for name, part in zip("qkv", (q, k, v), strict=True)]
     padding, lengths = {}, []
     if mask.lengths:
-        numbers = contiguous(B, 1, 1, 1, dtype=torch.int32)
+        numbers = contiguous_layout(B, 1, 1, 1, dtype=torch.int32)
         lengths = [declare(graph, name, numbers) for name in ("seq_len_q", "seq_len_kv")]
         padding = {"use_padding_mask": True, "seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
     named = dict(zip("qkv", inputs, strict=True))
     out, lse = graph.sdpa(**named, generate_stats=True, attn_scale=scale, **padding, **mask_arguments(mask))
     set_output(out, Layout(q.sizes, (T * H * D, D, H * D, 1), q.dtype))
-    set_output(lse, contiguous(B, H, T, 1, dtype=torch.float32))
+    set_output(lse, contiguous_layout(B, H, T, 1, dtype=torch.float32))
     return finish(graph, [*inputs, *lengths, out, lse])
 
 
-@functools.cache
+@functools.lru_cache(MAX_PLANS)
 def plan_backward(
     q: Layout, k: Layout, v: Layout, grads: tuple[Layout, ...], mask: Mask, scale: float, device: torch.device
 ) -> Plan:
@@ -161,7 +164,8 @@ def plan_backward(
     graph = new_graph(device, q.dtype)
     B, H, T, D = q.sizes
     rows = Layout(q.sizes, (T * H * D, D, H * D, 1), q.dtype)
-    layouts = {"q": q, "k": k, "v": v, "o": rows, "dO": rows, "stats": contiguous(B, H, T, 1, dtype=torch.float32)}
+    stats = contiguous_layout(B, H, T, 1, dtype=torch.float32)
+    layouts = {"q": q, "k": k, "v": v, "o": rows, "dO": rows, "stats": stats}
     inputs = {name: declare(graph, name, part) for name, part in layouts.items()}
     results = graph.sdpa_backward(**inputs, attn_scale=scale, **mask_arguments(mask))
     for result, part in zip(results, grads, strict=True):
@@ -169,6 +173,12 @@ def plan_backward(
     return finish(graph, [*inputs.values(), *results])
 
 
+_captured: dict[int, Plan] = {}  # by id(): a CUDA graph may replay their kernels after the caches drop them
+
+
 def run(plan: Plan, *tensors: Tensor) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        _captured[id(plan)] = plan
     workspace = tensors[0].new_empty(max(1, plan.workspace), dtype=torch.uint8)
-    plan.graph.execute(tensors, workspace, handle=handle_of(tensors[0].device), tensor_uids=plan.uids)
+    detached = [tensor.detach() for tensor in tensors]  # a front end may refuse tensors that need gradients
+    plan.graph.execute(detached, workspace, handle=handle_of(workspace.device), tensor_uids=plan.uids)

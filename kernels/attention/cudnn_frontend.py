@@ -9,11 +9,11 @@ The kernels come from the cuDNN library that PyTorch has loaded, but the front e
 
 A call describes its tensors and its mask as a graph with one node, sdpa or sdpa_backward. cuDNN's heuristics rank its
 engines for this graph, and the first one that compiles becomes a plan. This takes 0.3 s for each new combination of
-sizes, strides and mask, so plans are kept, as PyTorch keeps them.
+sizes, strides and mask, so the latest plans are kept (MAX_PLANS).
 
 The front end also has kernels of its own in CuTe DSL, for Blackwell, and on Hopper for more than 256 channels a head.
-This backend leaves them out, because its name promises cuDNN's. It has no documents: cuDNN reads them as packed
-sequences, whose number is a size of the graph.
+This backend leaves them out, because its name promises cuDNN's. It takes no `starts`: cuDNN would need packed
+sequences, and each number of sequences another plan. With lengths it has no gradients.
 """
 
 import os
@@ -39,7 +39,7 @@ RUNS = "cudnn.*sdpa.*fprop", "cudnn.*sdpa.*bprop"
 
 @contextmanager
 def without_library_path() -> Iterator[None]:
-    """Hide LD_LIBRARY_PATH from Python code, in which the front end looks for cuDNN first.
+    """Hide LD_LIBRARY_PATH from the front end, which searches it before PyTorch's cuDNN.
 
     Then it finds PyTorch's: it takes the package nvidia-cudnn, or the library that the process has loaded.
     """
@@ -70,28 +70,35 @@ def unavailable(device: torch.device) -> str | None:
     )
 
 
-def refusal(q: Tensor, k: Tensor, *_: object, **__: object) -> str | None:
+def refusal(q: Tensor, k: Tensor, v: Tensor, **_: object) -> str | None:
     """Return what cuDNN takes instead of these inputs, or None if it takes them. A plan may have other reasons."""
     width = q.shape[-1]
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"bfloat16 or float16, not {q.dtype}"
     if width % 8 or width > 256:
         return f"heads of a multiple of 8 channels, and up to 256, not {width}"
-    if q.shape[1] == k.shape[1] == 1 and q.requires_grad and torch.is_grad_enabled():
+    if q.shape[1] == k.shape[1] == 1 and needs_gradients(q, k, v) and torch.is_grad_enabled():
         return "sequences of more than one token in training"
     return None
 
 
-def readable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if cuDNN cannot read its strides. align_rows() gives the other reason."""
-    return tensor.contiguous() if 0 in tensor.stride() else align_rows(tensor)
+def needs_gradients(*tensors: Tensor) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+def align_for_cudnn(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a contiguous copy if cuDNN cannot read it: with a stride of 0, or as align_rows() says.
+
+    contiguous() is not enough: it ignores the stride of a single sequence, and cuDNN does not.
+    """
+    return tensor.clone(memory_format=torch.contiguous_format) if 0 in tensor.stride() else align_rows(tensor)
 
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """q (B, Tq, H, D), k and v (B, Tk, Hkv, D), fp16 or bf16 -> out (B, Tq, H, D), lse (B, H, Tq) fp32."""
-    q, k, v = map(readable, (q, k, v))
+    q, k, v = map(align_for_cudnn, (q, k, v))
     out, lse = empty_outputs(q)
     mask = mask_of(q, k, causal, window, lengths is not None)
     plan = plan_forward(layout(q), layout(k), layout(v), mask, scale, q.device)
@@ -115,13 +122,19 @@ def launch_backward(
     causal: bool,
     scale: float,
     window: int | None,
+    has_lengths: bool = False,
 ) -> Tensor:
-    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
-    q, k, v = map(readable, (q, k, v))
+    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it.
+
+    Raises Unavailable if the forward had lengths: only here is it certain that the caller asks for gradients.
+    """
+    if has_lengths:
+        raise Unavailable(f"attention=cudnn_frontend has no gradients with lengths: {OTHER}")
+    q, k, v = map(align_for_cudnn, (q, k, v))
     grads = gradient_buffer(q, k)
     views = gradient_views(grads, q, k)
     plan = backward_plan_of(q, k, v, views, mask_of(q, k, causal, window, has_lengths=False), scale)
-    run(plan, q, k, v, out, align_rows(dout.contiguous()), lse, *views)
+    run(plan, q, k, v, out, align_for_cudnn(dout.contiguous()), lse, *views)
     return grads
 
 
@@ -143,13 +156,14 @@ def empty_gradients(dout: Tensor, q: Tensor, k: Tensor, *_: object) -> Tensor:
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.causal, ctx.scale, ctx.window, _ = inputs
+    q, k, v, ctx.causal, ctx.scale, ctx.window, lengths = inputs
+    ctx.has_lengths = lengths is not None
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
-    grads = attention_bwd(dout, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.window)
+    grads = attention_bwd(dout, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.window, ctx.has_lengths)
     return *gradient_views(grads, q, k), None, None, None, None
 
 
@@ -167,7 +181,7 @@ def attention(
     lengths: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    if reason := refusal(q, k):
+    if reason := refusal(q, k, v):
         raise Unavailable(f"attention=cudnn_frontend takes {reason}: {OTHER}")
     scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
     return attention_fwd(q, k, v, causal, scale, window, lengths)[0]
@@ -186,12 +200,12 @@ def detail(
     """Return the versions. Raises Unavailable, before a model runs, if cuDNN has no plan for a call or its backward."""
     import cudnn
 
-    if reason := refusal(q, k):
+    if reason := refusal(q, k, v):
         raise Unavailable(f"attention=cudnn_frontend takes {reason}: {OTHER}")
     scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
-    q, k, v = map(readable, (q, k, v))
+    q, k, v = map(align_for_cudnn, (q, k, v))
     mask = mask_of(q, k, causal, window, lengths is not None)
     plan_forward(layout(q), layout(k), layout(v), mask, scale, q.device)
-    if lengths is None and q.requires_grad:
+    if lengths is None and needs_gradients(q, k, v):
         backward_plan_of(q, k, v, gradient_views(gradient_buffer(q, k), q, k), mask, scale)
     return f"cudnn {cudnn.backend_version()}, nvidia-cudnn-frontend {cudnn.__version__}"

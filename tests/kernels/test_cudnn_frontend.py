@@ -27,6 +27,8 @@ def package(monkeypatch):
     monkeypatch.setattr(_cudnn_graphs, "handle_of", lambda device: None)
     for plan in PLANS:
         plan.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(_cudnn_graphs, "_captured", {})
     yield cudnn_package
     for plan in PLANS:
         plan.cache_clear()
@@ -39,6 +41,8 @@ def test_the_graphs_are_right(case, dtype, package):
     if case == "T=1":
         with pytest.raises(Unavailable, match=r"takes sequences of more than one token in training: choose attn=sdpa$"):
             cudnn_frontend.attention(**inputs)
+        with pytest.raises(Unavailable, match="in training"):  # only k and v are trained
+            cudnn_frontend.attention(**inputs | {"q": inputs["q"].detach()})
         inputs = {name: value.detach() if name in "qkv" else value for name, value in inputs.items()}
     truth = outputs_and_gradients(contract.reference, inputs, dtype=torch.float64)
     eager = outputs_and_gradients(load("attention", "eager", CPU), inputs)
@@ -52,6 +56,33 @@ def test_compiled_it_is_one_graph(case, package):
     torch.compiler.reset()
     compiled = torch.compile(cudnn_frontend.attention, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(outputs_and_gradients(compiled, inputs), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_there_are_no_gradients_with_lengths(compiled, package):
+    """The forward runs, and the backward raises instead of ignoring the lengths."""
+    inputs = case_inputs("attention", "lengths_chunk", torch.bfloat16, "cpu")
+    torch.compiler.reset()
+    function = torch.compile(cudnn_frontend.attention, backend="aot_eager") if compiled else cudnn_frontend.attention
+    out = function(**inputs).float().sum()
+    with pytest.raises(
+        Unavailable, match=r"^attention=cudnn_frontend has no gradients with lengths: choose attn=sdpa$"
+    ):
+        out.backward()
+
+
+def test_old_plans_are_dropped_but_not_those_of_a_cuda_graph(package, monkeypatch):
+    def attend(length):
+        cudnn_frontend.attention(*torch.zeros(3, 1, length, 1, 8, dtype=torch.bfloat16))
+
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        attend(2)
+    for length in range(3, 4 + _cudnn_graphs.MAX_PLANS):
+        attend(length)
+    assert _cudnn_graphs.plan_forward.cache_info().currsize == _cudnn_graphs.MAX_PLANS
+    [plan] = _cudnn_graphs._captured.values()
+    assert plan.graph.inputs["q"].dim == [1, 1, 2, 8]
 
 
 def test_a_shape_is_planned_once_and_its_tensors_are_not_copied(package, monkeypatch):
@@ -84,6 +115,20 @@ def test_unaligned_and_expanded_tensors_are_copied(package):
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.05)
 
 
+def test_a_single_sequence_with_stride_0_is_copied(package):
+    """is_contiguous() is true although the address is odd, because it ignores the stride of a single sequence."""
+    memory = torch.randn(4 * 20 * 2 * 64 + 1, dtype=torch.bfloat16)
+    tensors = [memory.as_strided((1, 20, 2, 64), (0, 128, 64, 1), 1 + 2560 * i) for i in range(4)]
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    copies = [cudnn_frontend.align_for_cudnn(tensor) for tensor in tensors]
+    assert {copy.stride() for copy in copies} == {(2560, 128, 64, 1)}
+    *qkv, dout = tensors
+    q, k, v = (tensor.detach().requires_grad_() for tensor in qkv)
+    grads = torch.autograd.grad(cudnn_frontend.attention(q, k, v), [q, k, v], dout)  # the stand-in checks addresses
+    expected = torch.autograd.grad(contract.reference(q, k, v), [q, k, v], dout)
+    torch.testing.assert_close(grads, expected, rtol=0.02, atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "reason"),
     [
@@ -106,11 +151,11 @@ def test_what_it_refuses(shape, dtype, reason, package):
         with pytest.raises(Unavailable) as error:
             function(**inputs)
         assert str(error.value) == f"attention=cudnn_frontend {reason}"
-    assert cudnn_frontend.refusal(inputs["q"], inputs["k"], causal=True) in reason
+    assert cudnn_frontend.refusal(**inputs) in reason
 
 
 def test_the_reason_of_cudnn_is_one_line(package, monkeypatch):
-    monkeypatch.setattr(cudnn_frontend, "refusal", lambda q, k: None)
+    monkeypatch.setattr(cudnn_frontend, "refusal", lambda q, k, v: None)
     for function in (cudnn_frontend.attention, cudnn_frontend.detail):
         with pytest.raises(Unavailable) as error:
             function(**contract.inputs((2, 8, 2, 60), dtype=torch.bfloat16))
