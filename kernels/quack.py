@@ -9,8 +9,8 @@ copies a tensor with another address. The number of rows is free.
 """
 
 import functools
-import importlib
 import textwrap
+from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -23,25 +23,30 @@ PACKAGE = "quack-kernels[cu13]>=0.6.5"
 MATMULS = "(?i)quack.*gemm"  # the names of the kernels in a profile
 
 
-def unavailable(device: torch.device) -> str | None:
+def unavailable(device: torch.device, symbols: Iterable[str] = ()) -> str | None:
+    """Return why QuACK's matmuls cannot run on `device`, or which of `symbols` QuACK lacks, or None.
+
+    `symbols`, written "quack.module.name", are what a backend needs beyond the matmuls below.
+    """
     missing = package_unavailable(PACKAGE, "quack.gemm_interface.gemm_dact")
-    return missing or gpu_unavailable(device, (9, 0)) or misplaced()
+    if reason := missing or gpu_unavailable(device, (9, 0)) or location_unavailable():
+        return reason
+    return next(filter(None, (package_unavailable(PACKAGE, symbol) for symbol in symbols)), None)
 
 
 @functools.cache
-def misplaced() -> str | None:
+def location_unavailable() -> str | None:
     """Return why QuACK cannot import its own epilogues from the folder where it is, or None if it can.
 
-    QuACK identifies an epilogue by the source of each function that it calls, but takes the functions of other packages
-    as they are. It recognises other packages by a folder site-packages or dist-packages in their path. Elsewhere it
-    also reads the source of CuTe DSL, and raises TypeError at a logger that it finds there.
+    QuACK hashes the source of each function that an epilogue calls, except functions of other packages whose path
+    contains site-packages or dist-packages. Elsewhere it also hashes CuTe DSL's source, finds a logger there and raises
+    TypeError.
     """
     try:
-        importlib.import_module("quack.epilogue.library")
+        return package_unavailable(PACKAGE, "quack.epilogue.library.identity_epi")
     except TypeError as error:
         why = textwrap.shorten(str(error), 60, placeholder=" ...")
         return f"it needs QuACK and CuTe DSL in a folder site-packages ({why}): move them, or pip install '{PACKAGE}'"
-    return None
 
 
 def detail(**inputs: Any) -> str:

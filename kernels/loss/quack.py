@@ -8,9 +8,10 @@ the first on Hopper, in bf16, if V is a multiple of 128:
     dx      = scale ((steps E) W)         the loop of the matmul multiplies E by `steps`, powers of two
     dW     += (steps E)^T (scale x)       in fp32
 
-A tile of 192 columns has a shift of its own, and `steps` are their differences in a row. _unnormalised.py has the same
-idea with one shift for each row. QuACK's correction at a target is infinite, and the gradient NaN, if no logit in the
-target's tile comes within 88 of the log-sum-exp. Without gradients, this way stores nothing as large as the logits.
+Each row of a tile has its own shift. A tile has 192 columns at V = 50,304, and 256 or 128 where 192 does not divide V.
+`steps` scale a row's tiles to one shift. _unnormalised.py has the same idea with one shift for each row. QuACK's
+correction at a target is infinite, and the gradient NaN, if no logit in the target's tile comes within 88 of the
+log-sum-exp. Without gradients, this way stores nothing as large as the logits.
 
 The other way is the rest of this file: QuACK's pass over the logits between three of its matmuls. The rows have a
 multiple of 8 columns, and those beyond V are -inf. In QuACK's own version of this way, cuBLAS multiplies twice.
@@ -25,12 +26,24 @@ from torch import Tensor
 from kernels.direct import custom_op
 from kernels.loss._in_forward import backward, setup_context
 from kernels.loss.triton import apply_to_rows, empty_outputs
-from kernels.quack import MATMULS, detail, matmul, operands, refused_widths, unavailable  # noqa: F401
+from kernels.quack import MATMULS, detail, matmul, operands, refused_widths  # noqa: F401
+from kernels.quack import unavailable as quack_unavailable
 from kernels.registry import Unavailable
 
 CHUNK = 4096  # tokens: QuACK's default
 RUNS = ("(?i)quack.*(scaled_exp|crossentropy)|quack_linear_cross_entropy",)
 FAMILY = f"{MATMULS}|quack.*crossentropy|_lce_glue"
+SYMBOLS = (
+    "quack.cross_entropy.cross_entropy_fwd_out",
+    "quack.gemm_interface.gemm_add_inplace",
+    "quack.linear_cross_entropy.scaled_exp_lce_supported",
+    "quack.linear_cross_entropy.scaled_exp_linear_cross_entropy_fwd",
+    "quack.linear_cross_entropy._scaled_exp_lce_loss_only",
+)
+
+
+def unavailable(device: torch.device) -> str | None:
+    return quack_unavailable(device, SYMBOLS)
 
 
 def compute_loss(
@@ -54,7 +67,7 @@ def compute_loss(
 def exponentials_in_chunks(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of each token, or more: QuACK may add tokens whose loss is 0. And dx and dweight."""
+    """Return losses, dx and dweight. There may be more losses than tokens: QuACK pads with tokens whose loss is 0."""
     from quack.linear_cross_entropy import _scaled_exp_lce_loss_only, scaled_exp_linear_cross_entropy_fwd
 
     if not gradients:
@@ -105,6 +118,8 @@ def refusal(x: Tensor, *rest: object, **options: object) -> str | None:
 
 
 def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
+    if x.dtype == torch.float64:
+        raise Unavailable("loss=quack takes bfloat16 or float16, not torch.float64: choose kernels.loss=eager")
     if reason := refusal(x):
         raise Unavailable(f"loss=quack takes {reason}: choose kernels.loss=eager")
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index)

@@ -6,9 +6,9 @@
               dW_proj = dy^T a, dx = dh W_fc, dW_fc = dh^T x, and the biases' gradients: sums of rows in PyTorch
 
 All six matmuls are QuACK's, and autograd saves as much as for triton.py. This file calls the functions of QuACK's
-mlp_func() with tuned=False (kernels/quack.py). QuACK's MLP module leaves a training with biases to PyTorch. Its matmuls
-add them nevertheless, as in QuACK's linear layer. QuACK's gelu takes the GPU's instruction for tanh, with an error of
-2^-11, where _activations.py takes two instructions with errors of 2^-22.
+mlp_func() with tuned=False (kernels/quack.py). QuACK's MLP module uses PyTorch to train with biases. Its matmuls can
+add a bias, so this file uses them. QuACK's gelu takes the GPU's instruction for tanh, with an error of 2^-11, where
+_activations.py takes two instructions with errors of 2^-22.
 """
 
 import torch
@@ -93,6 +93,8 @@ def mlp(
     b_proj: Tensor | None,
     activation: str = "gelu",
 ) -> Tensor:
+    if x.dtype == torch.float64:
+        raise Unavailable("mlp=quack takes bfloat16 or float16, not torch.float64: choose kernels.mlp=eager")
     if reason := refusal(x, w_fc):
         raise Unavailable(f"mlp=quack takes {reason}: choose kernels.mlp=eager")
     x_rows = x.reshape(-1, x.shape[-1]).contiguous()

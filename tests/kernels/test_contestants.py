@@ -591,6 +591,10 @@ def test_what_quacks_matmuls_refuse(packages):
         message = f"^{op}=quack takes widths that are multiples of 8, not {widths}: choose kernels.{op}=eager$"
         with pytest.raises(Unavailable, match=message):
             getattr(backend(op, "quack"), op)(**case_inputs(op, case, torch.float32, CPU))
+    for op, options in (("mlp", {}), ("loss", {"vocab": 64})):
+        message = f"^{op}=quack takes bfloat16 or float16, not torch.float64: choose kernels.{op}=eager$"
+        with pytest.raises(Unavailable, match=message):
+            getattr(backend(op, "quack"), op)(**contract(op).inputs((2, 64), **options, dtype=torch.float64))
     on_a_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
     assert quack.refused_widths(on_a_gpu, 8) == "bfloat16 or float16, because its matmuls round float32 to TF32"
 
@@ -661,11 +665,33 @@ def test_quack_outside_of_site_packages_says_so(packages, monkeypatch):
         raise TypeError("epilogue fn depends on <Logger CUTE_DSL (Level 51)> (type logging.Logger), which has no key")
 
     monkeypatch.setattr(importlib, "import_module", import_module)
-    reason = quack.misplaced.__wrapped__()
+    reason = quack.location_unavailable.__wrapped__()
     assert reason == (
         "it needs QuACK and CuTe DSL in a folder site-packages (epilogue fn depends on <Logger CUTE_DSL (Level 51)> "
         "...): move them, or pip install 'quack-kernels[cu13]>=0.6.5'"
     )
+
+
+def test_a_quack_that_lacks_what_a_backend_needs_says_so(packages, monkeypatch):
+    """Its epilogues, and of the loss each symbol."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(quack, "location_unavailable", quack.location_unavailable.__wrapped__)
+    gpu, loss, install = torch.device("cuda"), backend("loss", "quack"), ": pip install 'quack-kernels[cu13]>=0.6.5'"
+    monkeypatch.setitem(sys.modules, "quack.epilogue.library", None)
+    for op in ("linear", "mlp", "glu", "loss"):
+        reason = unavailable(op, "quack", gpu)
+        assert "quack.epilogue.library" in reason
+        assert reason.endswith(install)
+    monkeypatch.setitem(sys.modules, "quack.epilogue.library", SimpleNamespace(identity_epi=None))
+    assert unavailable("loss", "quack", gpu) is None
+    for symbol in loss.SYMBOLS:
+        module, _, name = symbol.rpartition(".")
+        with monkeypatch.context() as without:
+            without.delattr(sys.modules[module], name)
+            reason = unavailable("loss", "quack", gpu)
+            assert name in reason
+            assert reason.endswith(install)
+            assert unavailable("mlp", "quack", gpu) is None
 
 
 def test_what_quack_refuses_of_glu_and_rope(packages):
