@@ -2,19 +2,23 @@
 
 import cuda.tile as ct
 import torch
+import triton
 from torch import Tensor
 
-from kernels.cutile import launch, power_of_2
+from kernels.cutile import launch
 from kernels.gpu import multiprocessors
 
-ROWS, COLUMNS = 64, 128  # of a tile; 64 columns are a cache line in bf16
+ROWS, COLUMNS = 64, 128  # of a tile: two cache lines of each row in bf16
 PARTIAL_ROWS = 256  # of a tile of partial sums, with as many elements: narrow, so that many blocks share few rows
 PROGRAMS = 4  # for each multiprocessor
 
 
 @ct.kernel(occupancy=4)
 def cutile_sum_rows(x, out, ROWS: ct.Constant[int], COLUMNS: ct.Constant[int]):
-    """Write to out (programs along N, C) the sums of every so many tiles of x (N, C), in the order of the rows."""
+    """Write sums of the rows of x (N, C) to out (P, C), where P is the number of programs.
+
+    Block (c, p) adds tiles p, p + P, p + 2P, ... of its columns.
+    """
     column, part = ct.bid(0), ct.bid(1)
     total = ct.zeros((ROWS, COLUMNS), dtype=ct.float32)
     for row in range(part, ct.num_tiles(x, 0, (ROWS, COLUMNS)), ct.num_blocks(1)):
@@ -25,18 +29,18 @@ def cutile_sum_rows(x, out, ROWS: ct.Constant[int], COLUMNS: ct.Constant[int]):
 def add_partial_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of the rows of `partial` (N, C) fp32, contiguous: (C,) in `dtype`."""
     N, C = partial.shape
-    rows = min(PARTIAL_ROWS, power_of_2(N))
+    rows = min(PARTIAL_ROWS, triton.next_power_of_2(N))
     columns = min(1024, ROWS * COLUMNS // rows)
     out = torch.empty(1, C, dtype=dtype, device=partial.device)
-    launch(cutile_sum_rows, (-(-C // columns), 1), partial, out, rows, columns)
+    launch(cutile_sum_rows, (triton.cdiv(C, columns), 1), x=partial, out=out, ROWS=rows, COLUMNS=columns)
     return out[0]
 
 
 def sum_rows(x: Tensor) -> Tensor:
     """Return the sum of the rows of x (N, C), contiguous: (C,) in x's dtype, summed in fp32."""
     N, C = x.shape
-    blocks = -(-C // COLUMNS)
-    programs = max(1, min(-(-N // ROWS), PROGRAMS * multiprocessors(x.device) // blocks))
+    blocks = triton.cdiv(C, COLUMNS)
+    programs = max(1, min(triton.cdiv(N, ROWS), PROGRAMS * multiprocessors(x.device) // blocks))
     partial = torch.empty(programs, C, dtype=torch.float32, device=x.device)
-    launch(cutile_sum_rows, (blocks, programs), x, partial, ROWS, COLUMNS)
+    launch(cutile_sum_rows, (blocks, programs), x=x, out=partial, ROWS=ROWS, COLUMNS=COLUMNS)
     return add_partial_sums(partial, x.dtype)

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,12 +87,12 @@ def triton_and_cublas_detail(fp8: bool = False, **inputs: Any) -> str:
     return f"{triton_detail(**inputs)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"
 
 
-def align(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a (n, C) tensor as TMA needs it: contiguous, at a multiple of 16 bytes.
+def align(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a (n, C) matrix or a (C,) vector as TMA needs it: contiguous, at a multiple of 16 bytes. None stays None.
 
     is_contiguous() is not enough: it ignores the stride of a single row, and TMA does not.
     """
-    if tensor.stride() == (tensor.shape[1], 1) and tensor.data_ptr() % 16 == 0:
+    if tensor is None or (tensor.stride() == (*tensor.shape[1:], 1) and tensor.data_ptr() % 16 == 0):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -114,12 +115,33 @@ def check_dtypes(op: str, *tensors: torch.Tensor | None, fp8: bool = False, impl
     """
     if fp8 and os.environ.get("TRITON_INTERPRET") == "1" and not INTERPRETER_ROUNDS_TO_FP8:
         raise Unavailable(f"{op}={impl} in Triton's interpreter cannot round to fp8: choose kernels.{op}=eager")
-    for dtype in {tensor.dtype for tensor in tensors if tensor is not None}:
-        if dtype not in DTYPES:
-            raise Unavailable(f"{op}={impl} supports float32, bfloat16 and float16, not {dtype}: choose one of them")
-        if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
-            remedy = f"choose fp32, or {override_key(op)}=eager"
-            raise Unavailable(f"{op}={impl} in Triton's interpreter gives wrong results in bfloat16: {remedy}")
+    if reason := unsupported_dtype(DTYPES, *tensors):
+        raise Unavailable(f"{op}={impl} takes {reason}: choose one of them")
+    in_bf16 = any(tensor is not None and tensor.dtype == torch.bfloat16 for tensor in tensors)
+    if in_bf16 and os.environ.get("TRITON_INTERPRET") == "1":
+        remedy = f"choose fp32, or {override_key(op)}=eager"
+        raise Unavailable(f"{op}={impl} in Triton's interpreter gives wrong results in bfloat16: {remedy}")
+
+
+def unsupported_dtype(dtypes: Sequence[torch.dtype], *tensors: torch.Tensor | None) -> str | None:
+    """Return what a kernel takes instead of a tensor's dtype: "bfloat16 and float16, not torch.float64".
+
+    None if all tensors have one of `dtypes`.
+    """
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype not in dtypes:
+            *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+            return f"{', '.join(names)} and {last}, not {tensor.dtype}"
+    return None
+
+
+def refused_widths(x: torch.Tensor, *widths: int) -> str | None:
+    """Return what matmuls that load by TMA take instead of these widths or x's dtype, or None if they take them."""
+    if any(width % 8 for width in widths):
+        return f"widths that are multiples of 8, not {' and '.join(map(str, widths))}"
+    if x.dtype == torch.float32:  # on a CPU the tests replace the kernels
+        return "bfloat16 and float16, because its matmuls round float32 to TF32" if x.is_cuda else None
+    return unsupported_dtype((torch.bfloat16, torch.float16), x)
 
 
 @functools.lru_cache

@@ -33,6 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu import has_tma, make_context_current, multiprocessors
 from kernels.quantize import INTERPRETED
+from kernels.split import split_sum
 from kernels.sums import add_partial_sums
 from kernels.tiles import place
 from kernels.tuned import launch_parameters
@@ -41,7 +42,6 @@ ROUND_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 ROUND_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 ROUND_BOTH_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $3, $2; cvt.rn.bf16x2.f32 $1, $5, $4;")
 ROUND_BOTH_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;")
-MOST_SPLITS = 64  # parts of a sum
 FP32_LAUNCH = 64, 128, 64, 1, 8, 1, 1  # for comparisons of results, not for speed: the matmuls are fp32, not TF32
 
 
@@ -401,18 +401,3 @@ def matmul_transposed(kernel: str, a: Tensor, b: Tensor) -> Tensor:
         **launch,
     )
     return out[0] if splits == 1 else add_partial_sums(out.view(splits, F * C), a.dtype).view(F, C)
-
-
-def split_sum(steps: int, tiles: int, programs: int) -> tuple[int, int]:
-    """Return into how many parts to split a sum of `steps` blocks, and how many blocks a part has.
-
-    All programs compute one tile of one part at a time. So the time is the number of rounds, times the blocks of a
-    part and the 8 blocks that it takes to write a part and to read it again. Every part has at least one block.
-    """
-
-    def time(splits: int) -> int:
-        return triton.cdiv(tiles * splits, programs) * (triton.cdiv(steps, splits) + (8 if splits > 1 else 0))
-
-    splits = min(range(1, min(steps, MOST_SPLITS) + 1), key=time)
-    blocks = triton.cdiv(steps, splits)
-    return triton.cdiv(steps, blocks), blocks

@@ -4,7 +4,7 @@ Each matmul has the tile that QuACK takes by default. With tuned=True, QuACK wou
 the first step. As in QuACK's own layers, the programs of a backward take their tiles from a counter
 (dynamic_scheduler). One program still computes all of a tile, so two calls give the same bits.
 
-TMA loads rows that begin at multiples of 16 bytes, so the width of every matrix is a multiple of 8, and operands()
+TMA loads rows that begin at multiples of 16 bytes, so the width of every matrix is a multiple of 8, and align()
 copies a tensor with another address. The number of rows is free.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.gpu import align, gpu_unavailable, package_unavailable
+from kernels.gpu import gpu_unavailable, package_unavailable
 
 PACKAGE = "quack-kernels[cu13]>=0.6.5"
 MATMULS = "(?i)quack.*gemm"  # the names of the kernels in a profile
@@ -51,20 +51,6 @@ def location_unavailable() -> str | None:
 
 def detail(**inputs: Any) -> str:
     return f"quack-kernels {version('quack-kernels')}, cutlass-dsl {version('nvidia-cutlass-dsl')}"
-
-
-def refused_widths(x: Tensor, *widths: int) -> str | None:
-    """Return what QuACK's matmuls take instead of these widths or the dtype of x, or None if they take them."""
-    if any(width % 8 for width in widths):
-        return f"widths that are multiples of 8, not {' and '.join(map(str, widths))}"
-    if x.is_cuda and x.dtype == torch.float32:
-        return "bfloat16 or float16, because its matmuls round float32 to TF32"
-    return None
-
-
-def operands(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return each (n, C) matrix and (C,) bias as TMA needs it, and None for None."""
-    return [t if t is None else align(t) if t.dim() == 2 else align(t[None])[0] for t in tensors]
 
 
 def matmul(a: Tensor, b: Tensor, **options: Any) -> Tensor:

@@ -10,35 +10,38 @@ stream of PyTorch to the launch, so a CUDA graph can hold it.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from kernels.gpu import DTYPES, align, gpu_unavailable, multiprocessors, package_unavailable
-from kernels.registry import Unavailable
+from kernels.gpu import gpu_unavailable, make_context_current, multiprocessors, package_unavailable
 
 PACKAGE = "tilelang==0.1.15"
 PROGRAMS = 4  # of the sum of rows, for each multiprocessor
+THREADS = 256  # of a program that sums rows
+STEPS = 4  # rows that a thread loads at once
 
 
 def unavailable(device: torch.device) -> str | None:
     # before the import, which raises RuntimeError with a newer apache-tvm-ffi
-    missing = wrong_ffi() or package_unavailable(PACKAGE, "tilelang.language.annotate_consumer_reg_alloc")
+    missing = ffi_unavailable() or package_unavailable(PACKAGE, "tilelang.language.annotate_consumer_reg_alloc")
     return missing or gpu_unavailable(device) or compiler_unavailable()
 
 
-def wrong_ffi() -> str | None:
+def ffi_unavailable() -> str | None:
     """Return which apache-tvm-ffi TileLang needs instead of the installed one, or None if that fits."""
     try:
-        found = version("tilelang") and version("apache-tvm-ffi")
+        version("tilelang")
+        found = version("apache-tvm-ffi")
     except PackageNotFoundError:
         return None
-    if (0, 1, 11) <= tuple(map(int, found.split(".")[:3])) < (0, 1, 13):
+    if (0, 1, 11) <= tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 1, 13):
         return None
     return f"it needs apache-tvm-ffi 0.1.11 or 0.1.12, not {found}: pip install 'apache-tvm-ffi<0.1.13'"
 
@@ -57,61 +60,73 @@ def detail(**inputs: Any) -> str:
     return f"tilelang {version('tilelang')}"
 
 
-def check_dtypes(op: str, *tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Raise Unavailable if the kernels of the op do not take the dtype of a tensor."""
-    for dtype in {tensor.dtype for tensor in tensors if tensor is not None} - {*dtypes}:
-        names = [str(each).removeprefix("torch.") for each in dtypes]
-        taken = f"{', '.join(names[:-1])} and {names[-1]}"
-        raise Unavailable(f"{op}=tilelang takes {taken}, not {dtype}: choose kernels.{op}=eager")
-
-
 def dtype_name(tensor: Tensor) -> str:
     """Return the name of a tensor's dtype in TileLang: "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def aligned(tensor: Tensor | None) -> Tensor | None:
-    """Return a (n, C) matrix or a (C,) vector as the kernels read it: contiguous, at a multiple of 16 bytes.
+def launch(kernel: Callable, /, **arguments: Any) -> None:
+    """Launch a kernel in TileLang on PyTorch's current stream.
 
-    Return None for None, which the kernels take for a tensor that they do not use. The result is detached, because
-    DLPack, by which TileLang takes tensors, may refuse one that needs a gradient.
+    The arguments are in the order of the kernel's parameters, because TileLang takes no names. None stays None: the
+    kernels accept it for an unused tensor.
     """
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    return align(tensor) if tensor.dim() == 2 else align(tensor[None])[0]
+    make_context_current()
+    # DLPack, by which TileLang takes tensors, may refuse one that needs a gradient
+    kernel(*(value.detach() if isinstance(value, Tensor) else value for value in arguments.values()))
 
 
-def vector(C: int, *tensors: Tensor) -> int:
-    """Return how many neighbours of a row of C numbers a thread moves at once: at most 16 bytes of the widest dtype."""
+def vector_width(C: int, *tensors: Tensor) -> int:
+    """Return how many adjacent elements of a row a thread loads at once.
+
+    It is a divisor of C, and at most 16 bytes of the widest dtype.
+    """
     most = 16 // max(tensor.element_size() for tensor in tensors)
     return next(count for count in (8, 4, 2, 1) if count <= most and C % count == 0)
 
 
-def sum_kernel() -> Callable:
-    """Return the kernel of _tilelang_sums.py. Importing it imports TileLang."""
-    from kernels._tilelang_sums import sum_rows
+class SumTile(NamedTuple):
+    """A tile of a sum of rows: `lanes` threads load a row, `vec` adjacent numbers each."""
 
-    return sum_rows
+    vec: int
+    lanes: int
+    threads: int = THREADS
+
+    @property
+    def rows(self) -> int:
+        return STEPS * self.threads // self.lanes
+
+    @property
+    def columns(self) -> int:
+        return self.lanes * self.vec
+
+
+def sum_tile(x: Tensor) -> SumTile:
+    """Return the tile for the sum of the rows of x. A tile of few rows has more columns: dW has at most 64 parts."""
+    groups = min(32, triton.next_power_of_2(triton.cdiv(len(x), STEPS)))
+    return SumTile(vec=vector_width(x.shape[1], x), lanes=THREADS // groups)
 
 
 def add_partial_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of the rows of `partial` (N, C) fp32, contiguous: (C,) in `dtype`, added in a fixed order."""
     out = torch.empty(partial.shape[1], dtype=dtype, device=partial.device)
-    launch_sum(partial, out[None], 1)
+    launch_sum(partial, out[None])
     return out
 
 
 def sum_rows(x: Tensor) -> Tensor:
     """Return the sum of the rows of x (N, C), contiguous: (C,) in x's dtype, summed in fp32 in a fixed order."""
-    N, C = x.shape
-    programs = max(1, min(triton.cdiv(N, 128), PROGRAMS * multiprocessors(x.device) // triton.cdiv(C, 64)))
+    (N, C), tile = x.shape, sum_tile(x)
+    most = PROGRAMS * multiprocessors(x.device) // triton.cdiv(C, tile.columns)
+    programs = max(1, min(triton.cdiv(N, tile.rows), most))
     partial = torch.empty(programs, C, dtype=torch.float32, device=x.device)
-    launch_sum(x, partial, programs)
+    launch_sum(x, partial)
     return add_partial_sums(partial, x.dtype)
 
 
-def launch_sum(x: Tensor, out: Tensor, programs: int) -> None:
+def launch_sum(x: Tensor, out: Tensor) -> None:
     """Write the sum of the rows of each program into `out` (programs, C)."""
-    C = x.shape[1]
-    sum_kernel()(C, vector(C, x, out), dtype_name(x), dtype_name(out))(x, out)
+    from kernels._tilelang_sums import sum_rows as sum_kernel
+
+    kernel = sum_kernel(x.shape[1], sum_tile(x), dtype_name(x), dtype_name(out))
+    launch(kernel, x=x, out=out)

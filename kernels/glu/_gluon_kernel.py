@@ -50,11 +50,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
-from kernels.gpu import make_context_current, multiprocessors
+from kernels.gpu import align, make_context_current, multiprocessors
 from kernels.hopper.registers import split_columns, to_fp32
 from kernels.hopper.ring import Ring, multiply_in_turn, start_ping_pong, start_ring
 from kernels.hopper.tma import (
-    align,
     allocate_tiles,
     fence_and_sync,
     load,

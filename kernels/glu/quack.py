@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels.direct import custom_op, empty_gradients
+from kernels.gpu import align, refused_widths
 from kernels.quack import (
     MATMULS,
     backward_matmul,
@@ -22,8 +23,6 @@ from kernels.quack import (
     matmul,
     matmul_and_activation,
     matmul_and_derivative,
-    operands,
-    refused_widths,
     unavailable,  # noqa: F401
 )
 from kernels.registry import Unavailable
@@ -34,7 +33,7 @@ FAMILY = MATMULS
 
 def launch_forward(x: Tensor, w_fc: Tensor, w_proj: Tensor) -> tuple[Tensor, Tensor]:
     """Map x (N, C) to y (N, C), and h (N, 2 F): gate and up in turns."""
-    x, w_fc, w_proj = operands(x, w_fc, w_proj)
+    x, w_fc, w_proj = (align(t) for t in (x, w_fc, w_proj))
     h, a = matmul_and_activation(x, w_fc.T, "swiglu", concat_layout=("B",))
     return matmul(a, w_proj.T), h
 
@@ -45,7 +44,7 @@ def empty_outputs(x: Tensor, w_fc: Tensor, w_proj: Tensor) -> tuple[Tensor, Tens
 
 def launch_backward(dy: Tensor, h: Tensor, x: Tensor, w_fc: Tensor, w_proj: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx, dw_fc and dw_proj."""
-    dy, x, w_fc, w_proj = operands(dy, x, w_fc, w_proj)
+    dy, x, w_fc, w_proj = (align(t) for t in (dy, x, w_fc, w_proj))
     dh, a = matmul_and_derivative(dy, w_proj, h, "swiglu")
     dx, dw_fc = backward_matmul(dh, w_fc, concat_layout=("B",)), backward_matmul(dh.T, x, concat_layout=("out",))
     return dx, dw_fc, backward_matmul(dy.T, a)

@@ -6,13 +6,9 @@ import tilelang.language as T
 
 @tilelang.jit
 def matmul(C, F, tile, w_by_rows, has_bias, dtype):
-    """Compute y = x W^T + bias for x (N, C) and W (F, C), or y = x W + bias for W (C, F).
-
-    `tile` is (rows, columns, channels at a time, stages, threads that multiply, registers of each, programs for each
-    multiprocessor).
-    """
+    """Compute y = x W^T + bias for x (N, C) and W (F, C), or y = x W + bias for W (C, F), in tiles Tile."""
     N = T.dynamic("N")
-    ROWS, COLUMNS, CHANNELS, STAGES, THREADS, REGISTERS, PROGRAMS = tile
+    ROWS, COLUMNS, CHANNELS = tile.rows, tile.columns, tile.depth
     w_shape = (F, C) if w_by_rows else (C, F)
     w_tile = (COLUMNS, CHANNELS) if w_by_rows else (CHANNELS, COLUMNS)
     tiles = -(-F // COLUMNS)  # of a row
@@ -24,10 +20,10 @@ def matmul(C, F, tile, w_by_rows, has_bias, dtype):
         bias: T.Tensor((F,), dtype),
         y: T.Tensor((N, F), dtype),
     ):
-        with T.Kernel(T.ceildiv(N, ROWS) * tiles, threads=THREADS) as program:
-            T.annotate_min_blocks_per_sm(PROGRAMS)
+        with T.Kernel(T.ceildiv(N, ROWS) * tiles, threads=tile.threads) as program:
+            T.annotate_min_blocks_per_sm(tile.programs)
             T.annotate_producer_reg_dealloc(24)
-            T.annotate_consumer_reg_alloc(REGISTERS)
+            T.annotate_consumer_reg_alloc(tile.registers)
             x_shared = T.alloc_shared((ROWS, CHANNELS), dtype)
             w_shared = T.alloc_shared(w_tile, dtype)
             y_shared = T.alloc_shared((ROWS, COLUMNS), dtype)
@@ -35,7 +31,7 @@ def matmul(C, F, tile, w_by_rows, has_bias, dtype):
             n = program // tiles * ROWS
             f = program % tiles * COLUMNS
             T.clear(total)
-            for step in T.Pipelined(T.ceildiv(C, CHANNELS), num_stages=STAGES):
+            for step in T.Pipelined(T.ceildiv(C, CHANNELS), num_stages=tile.stages):
                 T.copy(x[n, step * CHANNELS], x_shared)
                 if w_by_rows:
                     T.copy(w[f, step * CHANNELS], w_shared)
@@ -53,13 +49,9 @@ def matmul(C, F, tile, w_by_rows, has_bias, dtype):
 
 @tilelang.jit
 def split_matmul(F, C, tile, dtype, out_dtype):
-    """Compute out[split] = a^T b over a part of the rows of a (N, F) and b (N, C). A part has steps * ROWS rows.
-
-    `tile` is (rows at a time, rows of out, columns of out, stages, threads that multiply, registers of each, programs
-    for each multiprocessor).
-    """
+    """Compute out[split] = a^T b over a part of the rows of a (N, F) and b (N, C). A part has steps * ROWS rows."""
     N, splits = T.dynamic("N"), T.dynamic("splits")
-    ROWS, BLOCK_F, BLOCK_C, STAGES, THREADS, REGISTERS, PROGRAMS = tile
+    BLOCK_F, BLOCK_C, ROWS = tile.rows, tile.columns, tile.depth
     tiles_c = -(-C // BLOCK_C)
     tiles = -(-F // BLOCK_F) * tiles_c
 
@@ -70,17 +62,17 @@ def split_matmul(F, C, tile, dtype, out_dtype):
         out: T.Tensor((splits, F, C), out_dtype),
         steps: T.int32,
     ):
-        with T.Kernel(tiles, splits, threads=THREADS) as (program, split):
-            T.annotate_min_blocks_per_sm(PROGRAMS)
+        with T.Kernel(tiles, splits, threads=tile.threads) as (program, split):
+            T.annotate_min_blocks_per_sm(tile.programs)
             T.annotate_producer_reg_dealloc(24)
-            T.annotate_consumer_reg_alloc(REGISTERS)
+            T.annotate_consumer_reg_alloc(tile.registers)
             a_shared = T.alloc_shared((ROWS, BLOCK_F), dtype)
             b_shared = T.alloc_shared((ROWS, BLOCK_C), dtype)
             total = T.alloc_fragment((BLOCK_F, BLOCK_C), "float32")
             f = program // tiles_c * BLOCK_F
             c = program % tiles_c * BLOCK_C
             T.clear(total)
-            for step in T.Pipelined(steps, num_stages=STAGES):
+            for step in T.Pipelined(steps, num_stages=tile.stages):
                 T.copy(a[(split * steps + step) * ROWS, f], a_shared)
                 T.copy(b[(split * steps + step) * ROWS, c], b_shared)
                 T.gemm(a_shared, b_shared, total, transpose_A=True, policy=T.GemmWarpPolicy.FullRow)

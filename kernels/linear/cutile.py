@@ -13,13 +13,14 @@ are no multiple of 16 bytes are not moved by TMA.
 """
 
 import torch
+import triton
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from kernels.cutile import check_dtypes, detail, launch, unavailable  # noqa: F401
-from kernels.direct import custom_op, empty_gradients
-from kernels.gpu import multiprocessors
-from kernels.matmul import padded, split_sum
+from kernels.cutile import detail, launch, unavailable  # noqa: F401
+from kernels.gpu import DTYPES, multiprocessors, unsupported_dtype
+from kernels.linear._op import define_linear
+from kernels.registry import Unavailable
+from kernels.split import split_sum
 
 RUNS = ("cutile_matmul|cutile_linear_fwd",)
 FAMILY = "cutile_matmul|cutile_sum_rows"
@@ -27,10 +28,11 @@ GROUP = 8  # tiles down before one to the right
 
 
 def tile_of(dtype: torch.dtype, columns: int) -> tuple[int, int, int]:
-    """Return the rows, columns and channels of a tile of a result with so many columns. A wide tile wastes more."""
+    """Return the rows, columns and channels of a tile of a result with so many columns."""
     if dtype == torch.float32:
         return 64, 64, 32
-    return (128, 256, 64) if padded(columns, 256) == padded(columns, 128) else (256, 128, 64)
+    beyond = -columns % 256  # the columns that tiles of 256 waste
+    return (128, 256, 64) if beyond < 128 else (256, 128, 64)
 
 
 def matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_rows: bool = True) -> Tensor:
@@ -40,10 +42,22 @@ def matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_rows: bool = T
     N, F = len(x), w.shape[0 if w_by_rows else 1]
     y = x.new_empty(N, F)
     n, f, c = tile_of(x.dtype, F)
-    tiles = -(-N // n) * -(-F // f)
+    tiles = triton.cdiv(N, n) * triton.cdiv(F, f)
     grid = (min(tiles, multiprocessors(x.device)),)
-    vector = w[0] if bias is None else bias
-    launch(cutile_matmul, grid, x, w, vector, y, n, f, c, GROUP, w_by_rows, bias is not None)
+    launch(
+        cutile_matmul,
+        grid,
+        x=x,
+        w=w,
+        bias=w[0] if bias is None else bias,
+        y=y,
+        BLOCK_N=n,
+        BLOCK_F=f,
+        BLOCK_C=c,
+        GROUP=GROUP,
+        W_BY_ROWS=w_by_rows,
+        HAS_BIAS=bias is not None,
+    )
     return y
 
 
@@ -54,10 +68,21 @@ def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
 
     (N, F), C = a.shape, b.shape[1]
     f, c, n = tile_of(a.dtype, C)
-    tiles = -(-F // f) * -(-C // c)
-    splits, steps = split_sum(-(-N // n), tiles, multiprocessors(a.device))
+    tiles = triton.cdiv(F, f) * triton.cdiv(C, c)
+    splits, steps = split_sum(triton.cdiv(N, n), tiles, multiprocessors(a.device))
     out = torch.empty(splits, F, C, dtype=a.dtype if splits == 1 else torch.float32, device=a.device)
-    launch(cutile_matmul_transposed, (tiles, splits), a, b, out, steps, n, f, c, GROUP)
+    launch(
+        cutile_matmul_transposed,
+        (tiles, splits),
+        a=a,
+        b=b,
+        out=out,
+        steps=steps,
+        BLOCK_N=n,
+        BLOCK_F=f,
+        BLOCK_C=c,
+        GROUP=GROUP,
+    )
     return out[0] if splits == 1 else add_partial_sums(out.view(splits, F * C), a.dtype).view(F, C)
 
 
@@ -73,24 +98,15 @@ def launch_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) 
     return dx, dweight, dy.new_empty(0) if bias is None else sum_rows(dy)
 
 
-def _setup_context(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+three_matmuls = define_linear("cutile_linear", launch_forward, launch_backward)
 
 
-def _backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return linear_bwd(dy.contiguous(), *ctx.saved_tensors)
-
-
-linear_bwd = custom_op("hotswap::cutile_linear_bwd", launch_backward, lambda dy, *inputs: empty_gradients(*inputs))
-linear_fwd = custom_op(
-    "hotswap::cutile_linear_fwd",
-    launch_forward,
-    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
-    _backward,
-    _setup_context,
-)
+def refusal(x: Tensor, weight: Tensor, *rest: object, **options: object) -> str | None:
+    """Return what the kernels take instead of these arguments, or None if they take them."""
+    return unsupported_dtype(DTYPES, x, weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    check_dtypes("linear", x, weight)
-    return linear_fwd(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias).view(*x.shape[:-1], len(weight))
+    if reason := refusal(x, weight):
+        raise Unavailable(f"linear=cutile takes {reason}: choose kernels.linear=eager")
+    return three_matmuls(x, weight, bias)

@@ -7,10 +7,10 @@ This file calls the functions of QuACK's linear_func() with tuned=False (kernels
 """
 
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from kernels.direct import custom_op, empty_gradients
-from kernels.quack import MATMULS, backward_matmul, detail, matmul, operands, refused_widths, unavailable  # noqa: F401
+from kernels.gpu import align, refused_widths
+from kernels.linear._op import define_linear
+from kernels.quack import MATMULS, backward_matmul, detail, matmul, unavailable  # noqa: F401
 from kernels.registry import Unavailable
 
 RUNS = (f"{MATMULS}|quack_linear_fwd",)
@@ -18,33 +18,17 @@ FAMILY = MATMULS
 
 
 def launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x, weight, bias = operands(x, weight, bias)
-    return matmul(x, weight.T, bias=bias)
+    return matmul(align(x), align(weight).T, bias=align(bias))
 
 
 def launch_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx (N, C), dweight (F, C) and dbias (F,). Without a bias, dbias is empty."""
-    dy, x, weight = operands(dy, x, weight)
+    dy, x, weight = align(dy), align(x), align(weight)
     dbias = dy.new_empty(0) if bias is None else dy.sum(0)
     return backward_matmul(dy, weight), backward_matmul(dy.T, x), dbias
 
 
-def _setup_context(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return linear_bwd(dy.contiguous(), *ctx.saved_tensors)
-
-
-linear_bwd = custom_op("hotswap::quack_linear_bwd", launch_backward, lambda dy, *inputs: empty_gradients(*inputs))
-linear_fwd = custom_op(
-    "hotswap::quack_linear_fwd",
-    launch_forward,
-    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
-    _backward,
-    _setup_context,
-)
+three_matmuls = define_linear("quack_linear", launch_forward, launch_backward)
 
 
 def refusal(x: Tensor, weight: Tensor, *rest: object, **options: object) -> str | None:
@@ -55,4 +39,4 @@ def refusal(x: Tensor, weight: Tensor, *rest: object, **options: object) -> str 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if reason := refusal(x, weight):
         raise Unavailable(f"linear=quack takes {reason}: choose kernels.linear=eager")
-    return linear_fwd(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias).view(*x.shape[:-1], len(weight))
+    return three_matmuls(x, weight, bias)

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.direct import custom_op, empty_gradients
+from kernels.direct import custom_op
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
 from kernels.gpu import check_dtypes, triton_and_cublas_detail, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.linear import dweight_in_fp8
+from kernels.linear._op import define_linear
 from kernels.matmul import candidates as matmul_candidates
 from kernels.matmul import matmul, matmul_transposed
 from kernels.quantize import candidates as quantize_candidates
@@ -108,29 +109,13 @@ def launch_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) 
     return dx, dweight, dy.new_empty(0) if bias is None else sum_rows(dy)
 
 
-def _setup_context(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return linear_bwd(dy.contiguous(), *ctx.saved_tensors)
-
-
-linear_bwd = custom_op("hotswap::linear_bwd", launch_backward, lambda dy, *inputs: empty_gradients(*inputs))
-linear_fwd = custom_op(
-    "hotswap::linear_fwd",
-    launch_forward,
-    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
-    _backward,
-    _setup_context,
-)
+unquantized_linear = define_linear("linear", launch_forward, launch_backward)
 
 
 def linear(x: Tensor | InFp8, weight: Tensor, bias: Tensor | None, fp8: bool = False) -> Tensor:
     check_dtypes("linear", x, weight, fp8=fp8)
     if not fp8:
-        y = linear_fwd(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
-        return y.view(*x.shape[:-1], len(weight))
+        return unquantized_linear(x, weight, bias)
     if isinstance(x, InFp8) and not dweight_in_fp8(weight):
         raise ValueError(f"linear=triton: dweight of a square weight ({len(weight)}) needs x itself, not x in fp8")
     matrix, rows, columns = matrix_and_layouts(x, columns=dweight_in_fp8(weight))

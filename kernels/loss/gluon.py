@@ -21,11 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from kernels.direct import custom_op
-from kernels.gpu import hopper_unavailable, make_context_current, multiprocessors
+from kernels.gpu import align, hopper_unavailable, make_context_current, multiprocessors
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.hopper.registers import exp2, split_columns
 from kernels.hopper.ring import multiply_in_turn, start_ping_pong, start_ring
-from kernels.hopper.tma import align, allocate_tiles, fence_and_sync, load, store, tma_descriptor
+from kernels.hopper.tma import allocate_tiles, fence_and_sync, load, store, tma_descriptor
 from kernels.loss import _in_forward
 from kernels.loss._softcap import capped, times_slope_at_capped
 from kernels.loss._unnormalised import HEADROOM_BITS, LOG2E

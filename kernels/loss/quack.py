@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from kernels.direct import custom_op
+from kernels.gpu import align, refused_widths
 from kernels.loss._in_forward import backward, setup_context
 from kernels.loss.triton import apply_to_rows, empty_outputs
-from kernels.quack import MATMULS, detail, matmul, operands, refused_widths  # noqa: F401
+from kernels.quack import MATMULS, detail, matmul  # noqa: F401
 from kernels.quack import unavailable as quack_unavailable
 from kernels.registry import Unavailable
 
@@ -55,7 +56,7 @@ def compute_loss(
     """
     from quack.linear_cross_entropy import scaled_exp_lce_supported
 
-    x, weight = operands(x, weight)
+    x, weight = align(x), align(weight)
     in_vocab = (targets >= 0) & (targets < len(weight))
     is_right = (in_vocab | (targets == ignore_index)).all()
     targets = targets.where(in_vocab, ignore_index)
@@ -118,8 +119,6 @@ def refusal(x: Tensor, *rest: object, **options: object) -> str | None:
 
 
 def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
-    if x.dtype == torch.float64:
-        raise Unavailable("loss=quack takes bfloat16 or float16, not torch.float64: choose kernels.loss=eager")
     if reason := refusal(x):
         raise Unavailable(f"loss=quack takes {reason}: choose kernels.loss=eager")
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index)

@@ -50,10 +50,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
 from kernels.fp8 import X_SCALE
-from kernels.gpu import make_context_current, multiprocessors
+from kernels.gpu import align, make_context_current, multiprocessors
 from kernels.hopper.registers import split_columns, to_fp32
 from kernels.hopper.ring import multiply_in_turn, start_ping_pong, start_ring
-from kernels.hopper.tma import align, allocate_tiles, fence_and_sync, load, reinterpret, store, tma_descriptor
+from kernels.hopper.tma import allocate_tiles, fence_and_sync, load, reinterpret, store, tma_descriptor
 from kernels.matmul import round_to
 from kernels.mlp._activations import gelu_derivative, gelu_over_h
 from kernels.quantize import scaled, to_fp8

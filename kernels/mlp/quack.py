@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels.direct import custom_op, empty_gradients
+from kernels.gpu import align, refused_widths
 from kernels.quack import (
     MATMULS,
     backward_matmul,
@@ -23,8 +24,6 @@ from kernels.quack import (
     matmul,
     matmul_and_activation,
     matmul_and_derivative,
-    operands,
-    refused_widths,
     unavailable,  # noqa: F401
 )
 from kernels.registry import Unavailable
@@ -38,7 +37,7 @@ def launch_forward(
     x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
     """Map x (N, C) to y (N, C), and h (N, F)."""
-    x, w_fc, b_fc, w_proj, b_proj = operands(x, w_fc, b_fc, w_proj, b_proj)
+    x, w_fc, b_fc, w_proj, b_proj = (align(t) for t in (x, w_fc, b_fc, w_proj, b_proj))
     h, a = matmul_and_activation(x, w_fc.T, ACTIVATIONS[activation], bias=b_fc)
     return matmul(a, w_proj.T, bias=b_proj), h
 
@@ -58,7 +57,7 @@ def launch_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dx, dw_fc, db_fc, dw_proj and db_proj. If a bias is missing, its gradient is empty."""
-    dy, x, w_fc, w_proj = operands(dy, x, w_fc, w_proj)
+    dy, x, w_fc, w_proj = (align(t) for t in (dy, x, w_fc, w_proj))
     dh, a = matmul_and_derivative(dy, w_proj, h, ACTIVATIONS[activation])
     db_fc, db_proj = (
         x.new_empty(0) if bias is None else gradient.sum(0) for bias, gradient in ((b_fc, dh), (b_proj, dy))
@@ -93,8 +92,6 @@ def mlp(
     b_proj: Tensor | None,
     activation: str = "gelu",
 ) -> Tensor:
-    if x.dtype == torch.float64:
-        raise Unavailable("mlp=quack takes bfloat16 or float16, not torch.float64: choose kernels.mlp=eager")
     if reason := refusal(x, w_fc):
         raise Unavailable(f"mlp=quack takes {reason}: choose kernels.mlp=eager")
     x_rows = x.reshape(-1, x.shape[-1]).contiguous()

@@ -7,8 +7,8 @@ import tilelang.language as T
 def row_layout(rows: int, C: int, vec: int, lanes: int) -> tuple[int, T.Fragment]:
     """Return the width W >= C of a tile of rows, and which thread holds which number of the tile (rows, W).
 
-    `lanes` threads hold a row. A thread takes `vec` neighbours at a time, so a warp moves neighbouring vectors. Without
-    this layout TileLang would give a thread a whole row, so that it can sum the row alone.
+    `lanes` threads hold a row. A thread takes `vec` adjacent numbers at a time, so a warp loads adjacent vectors.
+    Without this layout TileLang would give a thread a whole row, so that it can sum the row alone.
     """
     step = vec * lanes
     W = -(-C // step) * step
@@ -17,9 +17,10 @@ def row_layout(rows: int, C: int, vec: int, lanes: int) -> tuple[int, T.Fragment
 
 
 @tilelang.jit
-def norm_fwd(C, vec, lanes, rows, has_residual, has_bias, centred, x_dtype, stream_dtype, dtype):
+def norm_fwd(C, launch, has_residual, has_bias, centred, x_dtype, stream_dtype, dtype):
     """Write y, the new stream (if there is a residual), mean (if `centred`) and rstd for x and residual (N, C)."""
     N = T.dynamic("N")
+    vec, lanes, rows = launch.vec, launch.lanes, launch.rows
     W, layout = row_layout(rows, C, vec, lanes)
 
     @T.prim_func
@@ -82,12 +83,10 @@ def norm_fwd(C, vec, lanes, rows, has_residual, has_bias, centred, x_dtype, stre
 
 
 @tilelang.jit
-def norm_bwd(C, vec, lanes, rows, blocks, has_dstream, has_bias, has_dresidual, centred, x_dtype, stream_dtype, dtype):
-    """Write dx, dresidual (if it differs from dx in dtype), and the sums (P, C) of each program's rows.
-
-    A multiprocessor runs at least `blocks` programs at a time.
-    """
+def norm_bwd(C, launch, has_dstream, has_bias, has_dresidual, centred, x_dtype, stream_dtype, dtype):
+    """Write dx, dresidual (if it differs from dx in dtype), and the sums (P, C) of each program's rows."""
     N, P = T.dynamic("N"), T.dynamic("P")
+    vec, lanes, rows = launch.vec, launch.lanes, launch.rows
     W, layout = row_layout(rows, C, vec, lanes)
     held = W // lanes  # numbers of a row that a thread holds
     # every row of threads has all columns. With vec = 1 TileLang finds no layout for them by itself
@@ -111,7 +110,7 @@ def norm_bwd(C, vec, lanes, rows, blocks, has_dstream, has_bias, has_dresidual, 
         dbias: T.Tensor((P, C), "float32"),
     ):
         with T.Kernel(P, threads=rows * lanes) as program:
-            T.annotate_min_blocks_per_sm(blocks)
+            T.annotate_min_blocks_per_sm(launch.programs)
             g = T.alloc_fragment((rows, W), "float32")  # dy, then dy weight, then the gradient
             xhat = T.alloc_fragment((rows, W), "float32")
             added = T.alloc_fragment((rows, W), stream_dtype)  # dstream, and then dresidual
@@ -129,7 +128,7 @@ def norm_bwd(C, vec, lanes, rows, blocks, has_dstream, has_bias, has_dresidual, 
             T.clear(dbias_sum)
             for step in T.serial(T.ceildiv(N - program * rows, P * rows)):
                 first = (step * P + program) * rows
-                # beyond the last row and the last column all that is loaded is 0, and so is all that is added to sums
+                # loads beyond the last row or column return 0, so these elements add 0 to every sum
                 for r, c in T.Parallel(rows, W):
                     g[r, c] = T.cast(dy[first + r, c], "float32")
                 for r, c in T.Parallel(rows, W):

@@ -11,17 +11,16 @@ computes.
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
+import triton
 from torch import Tensor
 
-from kernels.cutile import check_dtypes, detail, launch, power_of_2, unavailable  # noqa: F401
-from kernels.direct import custom_op
+from kernels.cutile import detail, launch, unavailable  # noqa: F401
 from kernels.gpu import multiprocessors
-from kernels.norm._triton_backward import backward, empty_norm_gradients, setup_context
-from kernels.norm.triton import MAX_WIDTH, call_by_rows, empty_outputs
-from kernels.registry import Unavailable
+from kernels.norm._op import check_rows, define_norm
+from kernels.norm._triton_backward import empty_norm_gradients
+from kernels.norm.triton import empty_outputs
 
 RUNS = "cutile_norm_fwd", "cutile_norm_bwd"
 FAMILY = "cutile_norm|cutile_sum_rows"
@@ -30,30 +29,41 @@ PROGRAMS = 2  # of the backward, for each multiprocessor
 
 def tile_of(C: int) -> tuple[int, int]:
     """Return the columns and the rows of a tile for rows of width C: about 4096 elements, and at least one row."""
-    width = power_of_2(C)
+    width = triton.next_power_of_2(C)
     return width, max(1, 4096 // width)
-
-
-def launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty."""
-    return run_forward(x, residual, weight, bias, eps, centred=True)
 
 
 def run_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what launch_forward() does. Without `centred` it is RMSNorm, and mean is empty."""
+    """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty.
+
+    Without `centred` it is RMSNorm, and mean is empty.
+    """
     from kernels.norm._cutile import cutile_norm_fwd
 
     N, C = x.shape
     width, rows = tile_of(C)
     y, stream, mean, rstd = empty_outputs(x, residual, weight, centred=centred)
-    inputs = x, x if residual is None else residual, weight, weight if bias is None else bias
-    outputs = y, y if residual is None else stream, mean if centred else rstd, rstd
-    flags = residual is not None, bias is not None, centred
-    launch(cutile_norm_fwd, (-(-N // rows),), *inputs, *outputs, eps, C, width, rows, *flags)
+    launch(
+        cutile_norm_fwd,
+        (triton.cdiv(N, rows),),
+        x=x,
+        residual=x if residual is None else residual,
+        weight=weight,
+        bias=weight if bias is None else bias,
+        y=y,
+        stream=y if residual is None else stream,
+        mean=mean if centred else rstd,
+        rstd=rstd,
+        eps=eps,
+        C=C,
+        BLOCK_C=width,
+        ROWS=rows,
+        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None,
+        CENTRED=centred,
+    )
     return y, stream, mean, rstd
 
 
@@ -74,40 +84,35 @@ def launch_backward(
 
     N, C = stream.shape
     width, rows = tile_of(C)
-    programs = min(PROGRAMS * multiprocessors(stream.device), -(-N // rows))
+    programs = min(PROGRAMS * multiprocessors(stream.device), triton.cdiv(N, rows))
     dx, dresidual, _, dbias = empty_norm_gradients(stream, weight, bias, x_dtype, stream_dtype)
     partial = stream.new_empty(2, programs, C, dtype=torch.float32)
     dy, dstream = dy.contiguous(), None if dstream is None else dstream.contiguous()
-    flags = dstream is not None, bias is not None, x_dtype != stream_dtype, len(mean) == N  # the last is for LayerNorm
-    inputs = dy, dy if dstream is None else dstream, stream, weight, mean if flags[3] else rstd, rstd
-    outputs = dx, dresidual if flags[2] else dx, partial[0], partial[1]
-    launch(cutile_norm_bwd, (programs,), *inputs, *outputs, C, width, rows, *flags)
+    has_dresidual = x_dtype != stream_dtype  # otherwise dresidual is dx
+    centred = len(mean) == N  # otherwise it is RMSNorm
+    launch(
+        cutile_norm_bwd,
+        (programs,),
+        dy=dy,
+        dstream=dy if dstream is None else dstream,
+        stream=stream,
+        weight=weight,
+        mean=mean if centred else rstd,
+        rstd=rstd,
+        dx=dx,
+        dresidual=dresidual if has_dresidual else dx,
+        dweight=partial[0],
+        dbias=partial[1],
+        C=C,
+        BLOCK_C=width,
+        ROWS=rows,
+        HAS_DSTREAM=dstream is not None,
+        HAS_BIAS=bias is not None,
+        HAS_DRESIDUAL=has_dresidual,
+        CENTRED=centred,
+    )
     dweight = add_partial_sums(partial[0], weight.dtype)
     return dx, dresidual, dweight, dbias if bias is None else add_partial_sums(partial[1], weight.dtype)
 
 
-norm_bwd = custom_op("hotswap::cutile_norm_bwd", launch_backward, empty_norm_gradients)
-_backward = functools.partial(backward, norm_bwd=norm_bwd)
-norm_fwd = custom_op("hotswap::cutile_norm_fwd", launch_forward, empty_outputs, _backward, setup_context)
-
-
-def norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
-) -> tuple[Tensor, Tensor]:
-    return apply_to_rows(norm_fwd, x, residual, weight, bias, eps)
-
-
-def apply_to_rows(
-    op: Callable,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    name: str = "norm",
-) -> tuple[Tensor, ...]:
-    """Call `op`, norm_fwd or one like it, with (N, C) tensors, and return y and the new stream in x's shape."""
-    check_dtypes(name, x, residual, weight)
-    if (C := x.shape[-1]) > MAX_WIDTH:
-        raise Unavailable(f"{name}=cutile supports widths up to {MAX_WIDTH}, not {C}: choose kernels.{name}=eager")
-    return call_by_rows(op, x, residual, weight, bias, eps)
+norm, rms_norm = define_norm("cutile", run_forward, launch_backward, functools.partial(check_rows, impl="cutile"))

@@ -15,10 +15,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.direct import custom_op
 from kernels.gpu import check_dtypes, multiprocessors, package_unavailable, triton_detail, triton_unavailable
-from kernels.norm._triton_backward import backward, empty_norm_gradients, setup_context
-from kernels.norm.triton import call_by_rows, empty_outputs
+from kernels.norm._op import define_norm
+from kernels.norm._triton_backward import empty_norm_gradients
+from kernels.norm.triton import empty_outputs
 
 RUNS = "helion_norm_fwd", "helion_norm_bwd"
 FAMILY = "_norm_"
@@ -55,17 +55,13 @@ def backward_kernel(stream: Tensor) -> tuple[Callable, int]:
     return kernel, triton.cdiv(N, block)
 
 
-def launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty."""
-    return run_forward(x, residual, weight, bias, eps, centred=True)
-
-
 def run_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what launch_forward() does. Without `centred` it is RMSNorm, and mean is empty."""
+    """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty.
+
+    Without `centred` it is RMSNorm, and mean is empty.
+    """
     y, stream, mean, rstd = empty_outputs(x, residual, weight, centred=centred)
     forward_kernel(x)(x, residual, weight, bias, eps, y, stream, mean if centred else None, rstd)
     return y, stream, mean, rstd
@@ -95,26 +91,4 @@ def launch_backward(
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
 
 
-norm_bwd = custom_op("hotswap::helion_norm_bwd", launch_backward, empty_norm_gradients)
-_backward = functools.partial(backward, norm_bwd=norm_bwd)
-norm_fwd = custom_op("hotswap::helion_norm_fwd", launch_forward, empty_outputs, _backward, setup_context)
-
-
-def norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
-) -> tuple[Tensor, Tensor]:
-    return apply_to_rows(norm_fwd, x, residual, weight, bias, eps)
-
-
-def apply_to_rows(
-    op: Callable,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    name: str = "norm",
-) -> tuple[Tensor, ...]:
-    """Call `op`, norm_fwd or one like it, with (N, C) tensors, and return y and the new stream in x's shape."""
-    check_dtypes(name, x, residual, weight, impl="helion")
-    return call_by_rows(op, x, residual, weight, bias, eps)
+norm, rms_norm = define_norm("helion", run_forward, launch_backward, functools.partial(check_dtypes, impl="helion"))

@@ -6,17 +6,14 @@ triton.py, and autograd saves the same tensors as for triton.py. The forward nor
 the sum to the dtype of the stream. The backward starts from the rounded sum.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from kernels.direct import custom_op
-from kernels.gpu import gpu_unavailable, package_unavailable
-from kernels.norm._triton_backward import backward, empty_norm_gradients, setup_context
-from kernels.norm.triton import call_by_rows, empty_outputs
-from kernels.quack import detail  # noqa: F401
+from kernels.gpu import DTYPES, gpu_unavailable, package_unavailable, unsupported_dtype
+from kernels.norm._op import define_norm
+from kernels.norm._triton_backward import empty_norm_gradients
+from kernels.norm.triton import empty_outputs
+from kernels.quack import PACKAGE, detail  # noqa: F401
 from kernels.registry import Unavailable
 
 RUNS = ("(?i)quack|rmsnorm",)
@@ -25,21 +22,17 @@ FAMILY = "(?i)quack|rmsnorm"
 
 def unavailable(device: torch.device) -> str | None:
     # QuACK 0.6.2 added layernorm_bwd; before that version its backward operator could not compute a LayerNorm
-    missing = package_unavailable("quack-kernels[cu13]>=0.6.2", "quack.rmsnorm.layernorm_bwd")
+    missing = package_unavailable(PACKAGE, "quack.rmsnorm.layernorm_bwd")
     return missing or gpu_unavailable(device, (9, 0))
-
-
-def launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty."""
-    return run_forward(x, residual, weight, bias, eps, centred=True)
 
 
 def run_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what launch_forward() does. Without `centred` it is RMSNorm, and mean is empty."""
+    """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty.
+
+    Without `centred` it is RMSNorm, and mean is empty.
+    """
     from quack.rmsnorm import _rmsnorm_fwd
 
     y, stream, mean, rstd = empty_outputs(x, residual, weight, centred=centred)
@@ -76,28 +69,13 @@ def launch_backward(
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
 
 
-norm_bwd = custom_op("hotswap::quack_norm_bwd", launch_backward, empty_norm_gradients)
-_backward = functools.partial(backward, norm_bwd=norm_bwd)
-norm_fwd = custom_op("hotswap::quack_norm_fwd", launch_forward, empty_outputs, _backward, setup_context)
+def check_widths(op: str, x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+    """Raise Unavailable if a dtype or the width is none of QuACK's: cp.async copies at least 4 bytes."""
+    reason = unsupported_dtype(DTYPES, x, residual, weight)
+    if (C := x.shape[-1]) % 2 and 2 in (x.element_size(), weight.element_size()):
+        reason = f"an even width for 16-bit dtypes, not {C}"
+    if reason:
+        raise Unavailable(f"{op}=quack takes {reason}: choose kernels.{op}=eager")
 
 
-def norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
-) -> tuple[Tensor, Tensor]:
-    return apply_to_rows(norm_fwd, x, residual, weight, bias, eps)
-
-
-def apply_to_rows(
-    op: Callable,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    name: str = "norm",
-) -> tuple[Tensor, ...]:
-    """Call `op`, norm_fwd or one like it, with (N, C) tensors, and return y and the new stream in x's shape."""
-    C = x.shape[-1]
-    if C % 2 and 2 in (x.element_size(), weight.element_size()):  # cp.async copies at least 4 bytes
-        raise Unavailable(f"{name}=quack needs an even width for 16-bit dtypes, not {C}: choose kernels.{name}=eager")
-    return call_by_rows(op, x, residual, weight, bias, eps)
+norm, rms_norm = define_norm("quack", run_forward, launch_backward, check_widths)

@@ -111,6 +111,9 @@ def install(monkeypatch) -> None:
     package.tile, package.__path__ = tile, []
     monkeypatch.setitem(sys.modules, "cuda", package)
     monkeypatch.setitem(sys.modules, "cuda.tile", tile)
+    compiler = ModuleType("cuda.tile._compile")
+    compiler._find_compiler_bin = None
+    monkeypatch.setitem(sys.modules, "cuda.tile._compile", compiler)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     for name in ("kernels._cutile_sums", "kernels.norm._cutile", "kernels.linear._cutile"):
         monkeypatch.setitem(sys.modules, name, None)  # it is restored at the end

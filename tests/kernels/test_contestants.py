@@ -24,7 +24,7 @@ from torch.nn.functional import gelu, pad, silu
 
 from kernels import cutile, decode, quack, tilelang
 from kernels.check import broken_rule
-from kernels.gpu import package_unavailable
+from kernels.gpu import package_unavailable, refused_widths
 from kernels.loss import liger_cute
 from kernels.mlp import nvmath
 from kernels.muon import gram
@@ -59,7 +59,6 @@ ONE_DTYPE = {  # our kernels do not work in bf16 under TRITON_INTERPRET=1, which
     **{("loss", impl): torch.float32 for impl in ("helion", "liger", "liger_large")},
     ("loss", "liger_cute"): torch.bfloat16,
     ("muon", "gram"): torch.bfloat16,
-    ("linear", "tilelang"): torch.bfloat16,
 }
 
 
@@ -193,41 +192,40 @@ def assert_fits(vec, dtypes, *tensors):
         if tensor is not None:
             assert str(tensor.dtype) == f"torch.{dtype}"
             assert tensor.is_contiguous()
+            assert not tensor.requires_grad
             assert tensor.shape[-1] % vec == 0
             assert tensor.data_ptr() % (vec * tensor.element_size()) == 0
 
 
-def tilelang_norm_fwd(C, vec, lanes, rows, has_residual, has_bias, centred, *dtypes):
+def tilelang_norm_fwd(C, launch, has_residual, has_bias, centred, x_dtype, stream_dtype, dtype):
     def kernel(x, residual, weight, bias, y, stream, mean, rstd, eps):
         assert (residual is not None, bias is not None, mean is not None) == (has_residual, has_bias, centred)
-        x_dtype, stream_dtype, dtype = dtypes
         types = x_dtype, stream_dtype, dtype, dtype, dtype, stream_dtype
-        assert_fits(vec, types, x, residual, weight, bias, y, stream)
+        assert_fits(launch.vec, types, x, residual, weight, bias, y, stream)
         _rmsnorm_fwd(x, weight, y, bias, rstd, mean, residual, stream, eps, is_layernorm=centred)
 
-    assert rows * lanes in (128, 256)
+    assert launch.rows * launch.lanes in (128, 256)
     return kernel
 
 
-def tilelang_norm_bwd(C, vec, lanes, rows, blocks, has_dstream, has_bias, has_dresidual, centred, *dtypes):
+def tilelang_norm_bwd(C, launch, has_dstream, has_bias, has_dresidual, centred, x_dtype, stream_dtype, dtype):
     def kernel(dy, dstream, stream, weight, mean, rstd, dx, dresidual, dweight, dbias):
         given = [tensor is not None for tensor in (dstream, dbias, dresidual, mean)]
         assert given == [has_dstream, has_bias, has_dresidual, centred]
-        x_dtype, stream_dtype, dtype = dtypes
         types = dtype, stream_dtype, stream_dtype, dtype, x_dtype, stream_dtype, "float32", "float32"
-        assert_fits(vec, types, dy, dstream, stream, weight, dx, dresidual, dweight, dbias)
+        assert_fits(launch.vec, types, dy, dstream, stream, weight, dx, dresidual, dweight, dbias)
         options = {"mean": mean, "is_layernorm": centred, "programs": len(dweight)}
         _rmsnorm_bwd(stream, weight, dy, rstd, dx, dweight, dbias, dstream, dresidual, **options)
 
-    assert rows * lanes * blocks <= 512
+    assert launch.rows * launch.lanes * launch.programs <= 512
     return kernel
 
 
-def tilelang_sum_rows(C, vec, *dtypes):
+def tilelang_sum_rows(C, tile, *dtypes):
     def kernel(x, out):
-        assert_fits(vec, dtypes, x, out)
+        assert_fits(tile.vec, dtypes, x, out)
         for program, total in enumerate(out):
-            total.copy_(x.float()[torch.arange(len(x)) // 128 % len(out) == program].sum(0))
+            total.copy_(x.float()[torch.arange(len(x)) // tile.rows % len(out) == program].sum(0))
 
     return kernel
 
@@ -246,7 +244,7 @@ def tilelang_split_matmul(F, C, tile, *dtypes):
     def kernel(a, b, out, steps):
         dtype, out_dtype = dtypes
         assert_fits(8, (dtype, dtype, out_dtype), a, b, out)
-        length = steps * tile[0]
+        length = steps * tile.depth
         assert (len(out) - 1) * length < len(a) <= len(out) * length
         for split, part in enumerate(out):
             rows = slice(split * length, (split + 1) * length)
@@ -559,7 +557,7 @@ def test_a_wrapped_kernel_follows_the_rule(op, impl, case, dtype, packages):
 
 
 def test_quack_needs_an_even_width_in_16_bits(packages):
-    with pytest.raises(Unavailable, match=r"norm=quack needs an even width for 16-bit dtypes, not 769: choose"):
+    with pytest.raises(Unavailable, match=r"norm=quack takes an even width for 16-bit dtypes, not 769: choose"):
         backend("norm", "quack").norm(**case_inputs("norm", "769", torch.bfloat16, CPU))
 
 
@@ -591,23 +589,25 @@ def test_what_quacks_matmuls_refuse(packages):
         message = f"^{op}=quack takes widths that are multiples of 8, not {widths}: choose kernels.{op}=eager$"
         with pytest.raises(Unavailable, match=message):
             getattr(backend(op, "quack"), op)(**case_inputs(op, case, torch.float32, CPU))
-    for op, options in (("mlp", {}), ("loss", {"vocab": 64})):
-        message = f"^{op}=quack takes bfloat16 or float16, not torch.float64: choose kernels.{op}=eager$"
-        with pytest.raises(Unavailable, match=message):
-            getattr(backend(op, "quack"), op)(**contract(op).inputs((2, 64), **options, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("op", "impl"), [("linear", "tilelang"), *((op, "quack") for op in ("linear", "mlp", "glu", "loss"))]
+)
+def test_the_dtypes_of_matmuls_that_load_by_tma(op, impl, packages):
+    """Otherwise float64 would end inside the package, and float32 would be rounded to TF32."""
+    inputs = case_inputs(op, {"loss": "some_ignored"}.get(op, "many_rows"), torch.float64, CPU)
+    message = f"^{op}={impl} takes bfloat16 and float16, not torch.float64: choose kernels.{op}=eager$"
+    with pytest.raises(Unavailable, match=message):
+        getattr(backend(op, impl), op)(**inputs)
     on_a_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    assert quack.refused_widths(on_a_gpu, 8) == "bfloat16 or float16, because its matmuls round float32 to TF32"
+    assert refused_widths(on_a_gpu, 8) == "bfloat16 and float16, because its matmuls round float32 to TF32"
+    assert refused_widths(torch.empty(8, dtype=torch.bfloat16), 8) is None
 
 
 def test_what_tilelang_refuses(packages):
-    for case, dtype, reason in (
-        ("769", torch.bfloat16, "widths that are multiples of 8, not 769 and 1025"),
-        ("768", torch.float32, "bfloat16 and float16, because its matmuls round float32 to TF32"),
-        ("768", torch.float64, "bfloat16 and float16, not torch.float64"),
-    ):
-        message = f"^linear=tilelang takes {re.escape(reason)}: choose kernels.linear=eager$"
-        with pytest.raises(Unavailable, match=message):
-            backend("linear", "tilelang").linear(**case_inputs("linear", case, dtype, CPU))
+    with pytest.raises(Unavailable, match=r"^linear=tilelang takes widths that are multiples of 8, not 769 and 1025: "):
+        backend("linear", "tilelang").linear(**case_inputs("linear", "769", torch.bfloat16, CPU))
     for op in ("norm", "rms_norm"):
         function = getattr(backend(op, "tilelang"), op)
         message = f"^{op}=tilelang takes float32, bfloat16 and float16, not torch.float64: choose kernels.{op}=eager$"
@@ -624,6 +624,7 @@ def test_tilelang_needs_a_compiler_and_for_its_matmuls_hopper(op, packages, monk
     monkeypatch.setitem(sys.modules, "tilelang.env", SimpleNamespace(env=env))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     monkeypatch.setattr(tilelang, "compiler_unavailable", tilelang.compiler_unavailable.__wrapped__)
+    monkeypatch.setattr(tilelang, "ffi_unavailable", lambda: None)
     remedy = "set CUDA_HOME to the CUDA toolkit, or pip install 'tilelang[nvcc]==0.1.15'"
     assert unavailable(op, "tilelang", gpu) == f"it needs nvcc, CUDA's compiler: {remedy}"
     env.CUDA_HOME = tmp_path
@@ -633,11 +634,11 @@ def test_tilelang_needs_a_compiler_and_for_its_matmuls_hopper(op, packages, monk
     assert unavailable(op, "tilelang", gpu) == (hopper if op == "linear" else None)
 
 
-@pytest.mark.parametrize("found", ["0.1.10", "0.1.11", "0.1.12.post1", "0.1.13", "0.1.15.post2", "1.0"])
+@pytest.mark.parametrize("found", ["0.1.10", "0.1.11", "0.1.12rc1", "0.1.12.post1", "0.1.13", "0.1.15.post2", "1.0"])
 def test_tilelang_names_the_ffi_that_it_needs(found, packages, monkeypatch):
     """With a newer one, importing TileLang raises RuntimeError, so unavailable() does not import it."""
     monkeypatch.setattr(tilelang, "version", lambda name: {"tilelang": "0.1.15", "apache-tvm-ffi": found}[name])
-    fits = found in ("0.1.11", "0.1.12.post1")
+    fits = found in ("0.1.11", "0.1.12rc1", "0.1.12.post1")
     reason = f"it needs apache-tvm-ffi 0.1.11 or 0.1.12, not {found}: pip install 'apache-tvm-ffi<0.1.13'"
     assert (unavailable("norm", "tilelang", CPU) == reason) != fits
 
@@ -647,15 +648,29 @@ def test_tilelang_names_the_ffi_that_it_needs(found, packages, monkeypatch):
 def test_the_threads_of_a_row_in_tilelang(C, size):
     """They hold all of it, in vectors of 16 bytes where the width allows, and their registers fit."""
     module = backend("norm", "tilelang")
-    vec = tilelang.vector(C, torch.empty(0, dtype={2: torch.bfloat16, 4: torch.float32}[size]))
+    vec = tilelang.vector_width(C, torch.empty(0, dtype={2: torch.bfloat16, 4: torch.float32}[size]))
     assert C % vec == 0
-    assert vec * size == 16 or (2 * vec * size <= 16 and C % (2 * vec)) or size * vec == 16
-    for lanes, rows, *blocks in (module.row_launch(C, vec, 64), module.backward_launch(C, vec, size)):
-        assert lanes & (lanes - 1) == 0
-        assert 128 <= lanes * rows <= 512
-        held = -(-C // (vec * lanes)) * vec
-        assert held <= (40 if blocks else 72)
-        assert lanes * rows * (blocks[0] if blocks else 1) <= 512
+    assert vec * size == 16 or (vec * size < 16 and C % (2 * vec))
+    for launch in (module.forward_launch(C, vec), module.backward_launch(C, vec, size)):
+        threads = launch.lanes * launch.rows
+        assert launch.vec == vec
+        assert launch.lanes & (launch.lanes - 1) == 0
+        assert 128 <= threads <= 512
+        held = -(-C // (vec * launch.lanes)) * vec
+        assert held <= (40 if launch.programs else 72)
+        assert threads * (launch.programs or 1) <= 512
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 11, 64, 128, 1000])
+@pytest.mark.parametrize("C", [5, 768])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_thread_has_rows_of_a_sum_in_tilelang(rows, C, dtype):
+    """A thread loads four rows at once, 16 bytes of each where the width allows; a tile has at most 128 rows."""
+    tile = tilelang.sum_tile(torch.empty(rows, C, dtype=dtype, device="meta"))
+    assert tile.vec * dtype.itemsize == (16 if C == 768 else dtype.itemsize)
+    assert tile.rows * tile.lanes == 4 * 256
+    assert 4 <= tile.rows <= 128
+    assert tile.rows == 4 or tile.rows < 2 * rows
 
 
 def test_quack_outside_of_site_packages_says_so(packages, monkeypatch):
@@ -717,14 +732,14 @@ def test_other_widths_in_cutile(case, packages):
 def test_what_cutile_refuses(packages, monkeypatch):
     for op in ("norm", "rms_norm", "linear"):
         inputs = contract(op).inputs((2, 64), **({"out": 64} if op == "linear" else {}), dtype=torch.float64)
-        message = f"^{op}=cutile supports float32, bfloat16 and float16, not torch.float64: choose kernels.{op}=eager$"
+        message = f"^{op}=cutile takes float32, bfloat16 and float16, not torch.float64: choose kernels.{op}=eager$"
         with pytest.raises(Unavailable, match=message):
             getattr(backend(op, "cutile"), op)(**inputs)
-    with pytest.raises(Unavailable, match=r"^norm=cutile supports widths up to 16384, not 16385: choose "):
+    with pytest.raises(Unavailable, match=r"^norm=cutile takes widths up to 16384, not 16385: choose "):
         backend("norm", "cutile").norm(**contract("norm").inputs((1, 16385), dtype=torch.float32))
     install = "pip install 'nvidia-cuda-tileiras>=13.3'"
     for version, reason in (
-        (None, f"it needs tileiras of CUDA 13.3 or newer, and there is none: {install}"),
+        (None, f"it needs tileiras of CUDA 13.3 or newer, and cuda.tile finds none: {install}"),
         ("13.2", f"it needs tileiras of CUDA 13.3 or newer, and this is 13.2: {install}"),
         ("13.3", None),
         ("14.0", None),
@@ -733,8 +748,10 @@ def test_what_cutile_refuses(packages, monkeypatch):
         assert cutile.compiler_unavailable() == reason
 
 
-@pytest.mark.parametrize("text", ["Cuda compilation tools, release 13.4, V13.4.92", None])
-def test_the_version_of_tileiras(text, tmp_path, monkeypatch, packages):
+@pytest.mark.parametrize(
+    ("text", "version"), [("Cuda compilation tools, release 13.4, V13.4.92", "13.4"), ("tileiras", None), (None, None)]
+)
+def test_the_version_of_tileiras(text, version, tmp_path, monkeypatch, packages):
     compiler = tmp_path / "tileiras"
 
     def find():
@@ -745,7 +762,7 @@ def test_the_version_of_tileiras(text, tmp_path, monkeypatch, packages):
         return SimpleNamespace(path=str(compiler))
 
     monkeypatch.setitem(sys.modules, "cuda.tile._compile", SimpleNamespace(_find_compiler_bin=find))
-    assert cutile.compiler_version.__wrapped__() == (text and "13.4")
+    assert cutile.compiler_version.__wrapped__() == version
 
 
 @pytest.mark.parametrize("impl", ["liger", "quack", "helion"])
@@ -791,7 +808,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         ("norm", "helion", "helion==1.5.0"),
         ("rms_norm", "liger", "liger-kernel"),
         ("rms_norm", "helion", "helion==1.5.0"),
-        ("rms_norm", "quack", "quack-kernels[cu13]>=0.6.2"),
+        ("rms_norm", "quack", "quack-kernels[cu13]>=0.6.5"),
         ("rope", "liger", "liger-kernel>=0.8.5"),
         ("rope", "helion", "helion==1.5.0"),
         ("rope", "quack", "quack-kernels[cu13]>=0.6.5"),
@@ -799,13 +816,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         ("glu", "helion", "helion==1.5.0"),
         *((op, "quack", "quack-kernels[cu13]>=0.6.5") for op in ("glu", "linear", "mlp", "loss")),
         ("loss", "helion", "helion==1.5.0"),
-        *((op, "cutile", "cuda-tile>=1.7") for op in ("norm", "rms_norm", "linear")),
+        *((op, "cutile", "cuda-tile>=1.7,<1.8") for op in ("norm", "rms_norm", "linear")),
         *((op, "tilelang", "tilelang==0.1.15") for op in ("norm", "rms_norm", "linear")),
         ("mlp", "nvmath", "nvmath-python>=1.0"),
         ("loss", "liger", "liger-kernel"),
         ("loss", "liger_large", "liger-kernel>=0.8.5"),
         ("loss", "liger_cute", "liger-kernel[cutedsl]>=0.8.5"),
-        ("norm", "quack", "quack-kernels[cu13]>=0.6.2"),
+        ("norm", "quack", "quack-kernels[cu13]>=0.6.5"),
         ("loss", "torch_chunked", "torch>=2.13"),
         ("muon", "gram", "gram-newton-schulz==0.1.6"),
     ):

@@ -191,9 +191,11 @@ def test_every_operator_is_checked(packages, flash_calls, cudnn_calls, fp8_on_a_
     called = {func._schema.name for function, inputs in calls for _, func, _, _ in recorded(function, inputs)}
     source = "".join(path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py"))
     names = re.findall(r'custom_op\(\s*"(hotswap::\w+)"', source)
-    for define, part in (("mlp", ""), ("glu", "_swiglu"), ("rope", "_rope")):
+    for define, part in (("mlp", ""), ("linear", ""), ("glu", "_swiglu"), ("rope", "_rope")):
         found = re.findall(rf'\bdefine_{define}\("(\w+)"', source)
         names += [f"hotswap::{name}{part}_{way}" for name in found for way in ("fwd", "bwd")]
+    for name in re.findall(r'\bdefine_norm\("(\w+)"', source):
+        names += [f"hotswap::{name}_{part}" for part in ("norm_fwd", "rms_norm_fwd", "norm_bwd")]
     assert {"hotswap::mlp_fwd", "hotswap::mlp_gluon_fp8_bwd"} <= {*names}
     missing = {name for name in names if "gluon" not in name} - called  # Gluon needs a GPU
     if unavailable("loss", "torch_chunked", CPU):  # it needs torch 2.13

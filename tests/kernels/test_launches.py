@@ -1,6 +1,7 @@
 """Launches of kernels pass keywords: the names of a kernel's arguments stand where it is called."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,26 @@ def test_launches_of_many_arguments_pass_keywords():
 )
 def test_which_launches_are_long(call, is_long):
     assert bool(long_launches(call)) == is_long
+
+
+LANGUAGES = ["_cutile_sums", "norm/cutile", "linear/cutile", "tilelang", "norm/tilelang", "linear/tilelang"]
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_launches_in_cutile_and_tilelang_have_the_order_of_the_parameters(name):
+    """These languages take no names, so the file's launch() passes the values in the order of its keywords."""
+    folder, _, file = name.rpartition("/")
+    kernels = KERNELS / folder / {"tilelang": "_tilelang_sums.py"}.get(name, f"_{file.lstrip('_')}.py")
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in {kernels, KERNELS / f"{name}.py"}]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    decorators = r"ct\.kernel|T\.prim_func"
+    parameters = [
+        [parameter.arg for parameter in node.args.args]
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+        and any(re.match(decorators, ast.unparse(decorator)) for decorator in node.decorator_list)
+    ]
+    launches = [node for node in nodes if isinstance(node, ast.Call) and name_of(node.func) == "launch"]
+    launches = [[keyword.arg for keyword in call.keywords] for call in launches if call.keywords]
+    assert parameters
+    assert {*map(tuple, launches)} == {*map(tuple, parameters)}

@@ -14,6 +14,7 @@ from kernels import matmul
 from kernels.loss import cap_logits
 from kernels.loss._exponentials import exponentials
 from kernels.loss._unnormalised import HEADROOM_BITS
+from kernels.split import MOST_SPLITS, split_sum
 from kernels.tuned import override_tables
 
 GPU = torch.cuda.is_available()
@@ -82,16 +83,16 @@ def test_every_candidate_of_the_search_is_right(kernel):
 @pytest.mark.parametrize("tiles", [1, 18, 54, 400])
 @pytest.mark.parametrize("steps", [1, 2, 63, 1024])
 def test_the_parts_of_a_sum(steps, tiles, programs):
-    splits, blocks = matmul.split_sum(steps, tiles, programs)
+    splits, blocks = split_sum(steps, tiles, programs)
     assert (splits - 1) * blocks < steps <= splits * blocks
-    assert splits <= matmul.MOST_SPLITS
+    assert splits <= MOST_SPLITS
     rounds = -(-tiles * splits // programs)
     assert rounds * blocks <= steps * -(-tiles // programs)  # at most as many blocks in turn as without parts
 
 
 def test_the_sum_of_qkvs_gradient_keeps_an_h200_busy():
     """54 tiles on 132 multiprocessors: whole sums would keep 59% of them idle."""
-    splits, blocks = matmul.split_sum(1024, 54, 132)
+    splits, blocks = split_sum(1024, 54, 132)
     assert -(-54 * splits // 132) * blocks * 132 <= 1.1 * 54 * 1024
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from kernels.compat import TorchDispatchMode
-from kernels.registry import unavailable
+from kernels.registry import backend, contract, unavailable
 from lab.context import attempt
 from lab.context.prober import ROOT
 from lab.proof import memory
@@ -268,6 +268,17 @@ def test_an_op_whose_allocations_are_not_seen_is_named():
         assert (usage.now, usage.peak, usage.opaque) == (8000, 10_000, {"hotswap_test::double"})
         del x, y
         assert (usage.now, usage.peak) == (0, 10_000)
+
+
+@pytest.mark.parametrize("impl", ["cutile", "tilelang"])
+@pytest.mark.parametrize("op", ["norm", "linear"])
+def test_another_languages_kernels_are_not_launched_on_fake_tensors(op, impl):
+    """Their launchers would compile a kernel, and give it addresses that fake tensors do not have."""
+    with simulate(CPU) as usage:
+        inputs = contract(op).inputs((64, 128), dtype=torch.bfloat16, **({"out": 256} if op == "linear" else {}))
+        outputs = getattr(backend(op, impl), op)(**inputs)
+        (outputs[0] if op == "norm" else outputs).sum().backward()
+    assert usage.opaque == {f"hotswap::{impl}_{op}_{way}" for way in ("fwd", "bwd")}
 
 
 def test_an_op_that_compiles_itself_counts_as_without_torch_compile():
