@@ -73,19 +73,33 @@ def compile_launch(stream, grid, kernel, arguments) -> None:
     compiled.append((name, int(stack), code))
 
 
-def compile_norm(C: int, x_dtype: torch.dtype, stream_dtype: torch.dtype, centred: bool = True, rows: int = 4096):
-    def empty(*shape, dtype=x_dtype):
+def compile_norm(
+    C: int,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+    centred: bool = True,
+    first: bool = False,
+    last: bool = False,
+    has_bias: bool = True,
+    rows: int = 4096,
+) -> None:
+    """Compile the kernels of a norm in a model: the first has no residual, and the last has no gradient of a stream."""
+
+    def empty(*shape, dtype=dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    x, residual, weight = empty(rows, C), empty(rows, C, dtype=stream_dtype), empty(C)
-    bias = weight if centred else None
-    _, stream, mean, rstd = norm.run_forward(x, residual, weight, bias, 1e-5, centred)
-    norm.launch_backward(stream, weight, bias, x_dtype, stream_dtype, x, residual, mean, rstd)
+    stream, weight = empty(rows, C, dtype=stream_dtype), empty(C)
+    x, residual = (stream, None) if first else (empty(rows, C), stream)
+    bias = weight if centred and has_bias else None
+    y, _, mean, rstd = norm.run_forward(x, residual, weight, bias, 1e-5, centred)
+    dstream = None if first or last else stream
+    norm.launch_backward(stream, weight, bias, x.dtype, stream_dtype, y, dstream, mean, rstd)
 
 
 def compile_linear(N: int, C: int, F: int, dtype: torch.dtype) -> None:
     x, weight, bias, dy = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((N, C), (F, C), (F,), (N, F)))
     linear.launch_forward(x, weight, bias)
+    linear.launch_forward(x, weight, None)
     linear.launch_backward(dy, x, weight, bias)
 
 
@@ -103,10 +117,18 @@ if __name__ == "__main__":
             compile_norm(C, BF16, BF16)
         compile_norm(768, BF16, torch.float32)
         compile_norm(768, BF16, BF16, centred=False)
+        for stream_dtype in (BF16, torch.float32):
+            for centred in (True, False):
+                compile_norm(768, BF16, stream_dtype, centred, first=True)
+                compile_norm(768, BF16, stream_dtype, centred, last=True)
+            compile_norm(768, BF16, stream_dtype, has_bias=False)
+        compile_norm(768, torch.float16, torch.float16)
+        compile_norm(768, torch.float16, torch.float32, first=True)
         compile_linear(65536, 768, 2304, BF16)
         compile_linear(32768, 1600, 4800, torch.float16)
         assert_fast(compiled)
         compile_norm(8192, BF16, BF16)
         compile_norm(769, torch.float16, torch.float16, rows=5)
+        compile_norm(768, torch.float32, torch.float32)
         compile_linear(5, 769, 1025, BF16)
         compile_linear(33, 128, 384, torch.float32)

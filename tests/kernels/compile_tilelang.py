@@ -1,36 +1,48 @@
 """Compile our kernels in TileLang for a Hopper GPU that is not here: `python -m tests.kernels.compile_tilelang`.
 
-TileLang writes CUDA C++ without a GPU. A thread of the norms moves 16 bytes of the residual stream at once, and the
-matmuls use TMA and wgmma. If there is nvcc, it compiles the result, and no kernel for GPT-2's widths spills a register.
+The backends' own launchers run on tensors without data, and each kernel that they ask for is compiled in place of a
+launch. TileLang writes CUDA C++ without a GPU. A thread of the norms moves 16 bytes of the residual stream at once, and
+the matmuls use TMA and wgmma. If there is nvcc, it compiles the result, and no kernel for GPT-2's widths spills a
+register.
 """
 
 import re
 import shutil
 import subprocess
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import tilelang
 import torch
 from tilelang.backend.target import determine_target
 from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
-from kernels._tilelang_sums import sum_rows
-from kernels.linear import _tilelang as linear
-from kernels.linear.tilelang import SPLIT_TILE, TILE
-from kernels.norm import _tilelang as norm
-from kernels.norm.tilelang import backward_launch, row_launch
-from kernels.tilelang import vector
+from kernels import _tilelang_sums as sum_kernels
+from kernels import tilelang as launcher
+from kernels.linear import _tilelang as linear_kernels
+from kernels.linear import tilelang as linear
+from kernels.norm import _tilelang as norm_kernels
+from kernels.norm import tilelang as norm
 
 TARGET = determine_target({"kind": "cuda", "arch": "sm_90a"}, return_object=True)
-BF16, FP32 = "bfloat16", "float32"
+KERNELS = [
+    (norm_kernels, "norm_fwd"),
+    (norm_kernels, "norm_bwd"),
+    (linear_kernels, "matmul"),
+    (linear_kernels, "split_matmul"),
+    (sum_kernels, "sum_rows"),
+]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 REGISTERS = 65536  # of a multiprocessor
+compiled: dict[str, str] = {}  # a kernel and its arguments -> its CUDA C++
 
 
-def compile_for_hopper(name: str, kernel, *arguments) -> str:
+def compile_for_hopper(kernel, *arguments, **options) -> str:
     """Compile a kernel with nvcc, if it is here, and print its registers. Return its CUDA C++."""
     with TARGET:
-        source = tilelang.lower(kernel.get_tir(*arguments), target=TARGET).kernel_source
+        source = tilelang.lower(kernel.get_tir(*arguments, **options), target=TARGET).kernel_source
     registers = "nvcc is not here"
     if shutil.which("nvcc"):
         with tempfile.TemporaryDirectory() as folder:
@@ -41,44 +53,107 @@ def compile_for_hopper(name: str, kernel, *arguments) -> str:
             done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert "0 bytes spill stores" in done.stderr, done.stderr
         registers = re.search(r"Used (\d+ registers)", done.stderr)[1]
-    print(f"tilelang {name}: {registers}")
+    name = " ".join(map(str, (*arguments, *(f"{key}={value}" for key, value in options.items()))))
+    print(f"tilelang {kernel.func.__name__} {name}: {registers}", flush=True)
     return source
 
 
-def compile_norm(C: int, residual_dtype: torch.dtype) -> None:
-    stream, second = str(residual_dtype).removeprefix("torch."), residual_dtype != torch.bfloat16
-    vec = vector(C, torch.empty(0, dtype=residual_dtype))
-    for centred in (True, False):
-        arguments = C, vec, *row_launch(C, vec, 64), True, centred, centred, BF16, stream, BF16
-        forward = compile_for_hopper(f"norm forward {C} {stream}", norm.norm_fwd, *arguments)
-        launch = backward_launch(C, vec, residual_dtype.itemsize)
-        arguments = C, vec, *launch, True, centred, second, centred, BF16, stream, BF16
-        backward = compile_for_hopper(f"norm backward {C} {stream}", norm.norm_bwd, *arguments)
-        wide = "float4" if second else "uint4"
-        assert f"*({wide}*)(residual + " in forward
-        assert f"*({wide}*)(stream + " in forward
-        assert f"*({wide}*)(dstream + " in backward
-        assert f"*({wide}*)({'dresidual' if second else 'dx'} + " in backward
+def compile_in_place(module, name: str):
+    """Replace a kernel of a module. A launch of the new one compiles the kernel, once for the same arguments."""
+    kernel = getattr(module, name)
+
+    def prepare(*arguments, **options):
+        key = f"{name} {arguments} {options}"
+        if key not in compiled:
+            compiled[key] = compile_for_hopper(kernel, *arguments, **options)
+        sources.append(compiled[key])
+        return lambda *tensors: None
+
+    return mock.patch.object(module, name, prepare)
 
 
-def compile_linear(C: int, F: int) -> None:
-    sources = [
-        compile_for_hopper(f"linear forward {C} {F}", linear.matmul, C, F, TILE, True, True, BF16),
-        compile_for_hopper(f"linear dx {C} {F}", linear.matmul, F, C, TILE, False, False, BF16),
-        compile_for_hopper(f"linear dW {C} {F}", linear.split_matmul, F, C, SPLIT_TILE, BF16, FP32),
-    ]
-    for source, (*_, threads, consumer, programs) in zip(sources, (TILE, TILE, SPLIT_TILE), strict=True):
-        assert all(word in source for word in ("wgmma_ss", "tma_load", f"warpgroup_reg_alloc<{consumer}>"))
+sources: list[str] = []  # of the kernels of the last call of a launcher
+
+
+def run(launch, *arguments):
+    """Return the result of a launcher, and the CUDA C++ of its kernels."""
+    sources.clear()
+    return launch(*arguments), list(sources)
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def compile_norm(
+    C: int,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+    centred: bool = True,
+    first: bool = False,
+    last: bool = False,
+    has_bias: bool = True,
+) -> None:
+    """Compile the kernels of a norm in a model: the first has no residual, and the last has no gradient of a stream."""
+    stream = empty(4096, C, dtype=stream_dtype)
+    x, residual = (stream, None) if first else (empty(4096, C, dtype=dtype), stream)
+    weight = empty(C, dtype=dtype)
+    bias = weight if centred and has_bias else None
+    (y, _, mean, rstd), [forward] = run(norm.run_forward, x, residual, weight, bias, 1e-5, centred)
+    dstream = None if first or last else stream
+    arguments = stream, weight, bias, x.dtype, stream_dtype, y, dstream, mean, rstd
+    _, [backward, *sums] = run(norm.launch_backward, *arguments)
+    assert len(sums) == (1 if bias is None else 2)
+    if C % 8:
+        return
+    wide = "float4" if stream_dtype == FP32 else "uint4"
+    assert f"*({wide}*)({'x' if first else 'residual'} + " in forward
+    assert first or f"*({wide}*)(stream + " in forward
+    assert dstream is None or f"*({wide}*)(dstream + " in backward
+    assert f"*({wide}*)({'dx' if x.dtype == stream_dtype else 'dresidual'} + " in backward
+
+
+def compile_linear(C: int, F: int, dtype: torch.dtype, N: int = 65536) -> None:
+    x, weight, bias, dy = (empty(*shape, dtype=dtype) for shape in ((N, C), (F, C), (F,), (N, F)))
+    _, [forward] = run(linear.launch_forward, x, weight, bias)
+    run(linear.launch_forward, x, weight, None)
+    _, [dx, dweight, *_] = run(linear.launch_backward, dy, x, weight, bias)
+    for source, tile in ((forward, linear.TILE), (dx, linear.TILE), (dweight, linear.SPLIT_TILE)):
+        assert all(word in source for word in ("wgmma_ss", "tma_load", f"warpgroup_reg_alloc<{tile.registers}>"))
         # or a multiplying thread waits for registers for ever
-        assert 128 * 24 + threads * consumer <= REGISTERS // programs // (threads + 128) // 8 * 8 * (threads + 128)
-    assert all("tma_store" in source for source in sources[:2])
+        threads = tile.threads + 128
+        assert 128 * 24 + tile.threads * tile.registers <= REGISTERS // tile.programs // threads // 8 * 8 * threads
+    assert "tma_store" in forward
+    assert "tma_store" in dx
+
+
+def main() -> None:
+    for C in (768, 1600):
+        for stream_dtype in (BF16, FP32):
+            for centred in (True, False):
+                compile_norm(C, BF16, stream_dtype, centred)
+    for stream_dtype in (BF16, FP32):
+        for centred in (True, False):
+            compile_norm(768, BF16, stream_dtype, centred, first=True)
+            compile_norm(768, BF16, stream_dtype, centred, last=True)
+        compile_norm(768, BF16, stream_dtype, has_bias=False)
+    for dtype in (FP16, FP32):
+        compile_norm(768, dtype, dtype)
+        compile_norm(769, dtype, dtype, centred=False)
+    compile_norm(768, FP16, FP32, first=True)
+    for C, F in ((768, 2304), (1600, 4800), (576, 960), (768, 768)):
+        compile_linear(C, F, BF16)
+    compile_linear(768, 2304, FP16)
+    compile_linear(128, 384, BF16, N=33)
+    for rows in (1, 5, 11, 64):
+        for C in (768, 770, 769):
+            launcher.add_partial_sums(empty(rows, C, dtype=FP32), BF16)
 
 
 if __name__ == "__main__":
-    for C in (768, 1600):
-        for dtype in (torch.bfloat16, torch.float32):
-            compile_norm(C, dtype)
-    for C, F in ((768, 2304), (1600, 4800), (576, 960)):
-        compile_linear(C, F)
-    compile_for_hopper("sum of rows", sum_rows, 2304, 8, BF16, FP32)
-    compile_for_hopper("sum of partial sums", sum_rows, 768, 4, FP32, BF16)
+    with ExitStack() as stack:
+        for module, name in KERNELS:
+            stack.enter_context(compile_in_place(module, name))
+        for module in (norm, linear, launcher):
+            stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=132))  # of an H200
+        main()
