@@ -20,6 +20,7 @@ from kernels.attention._triton_tiles import (
 from kernels.direct import custom_op
 from kernels.gpu import is_hopper
 from kernels.packed import gradient_buffer, gradient_views
+from kernels.registry import Unavailable
 
 
 @triton.jit
@@ -213,8 +214,14 @@ def launch_backward(
     causal: bool,
     scale: float,
     window: int | None,
+    has_lengths: bool = False,
 ) -> Tensor:
-    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it. out and lse are the forward's."""
+    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it. out and lse are the forward's.
+
+    Raises Unavailable if the forward had lengths: only here is it certain that the caller asks for gradients.
+    """
+    if has_lengths:
+        raise Unavailable("attention=triton has no gradients with lengths: choose attn=sdpa")
     grads = gradient_buffer(q, k)
     dq, dk, dv = gradient_views(grads, q, k)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))

@@ -160,8 +160,14 @@ def launch_backward(
     bounds: Tensor | None,
     sizes: Tensor | None,
     version: str | None,
+    has_lengths: bool = False,
 ) -> Tensor:
-    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
+    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it.
+
+    Raises Unavailable if the forward had lengths: only here is it certain that the caller asks for gradients.
+    """
+    if has_lengths:
+        raise Unavailable("attention=flash has no gradients with lengths: choose attn=sdpa")
     backward = load_kernels(choose_version(version, q)).backward
     grads, documents = gradient_buffer(q, k), select_documents(bounds, sizes)
     dq, dk, dv = pack(documents, *gradient_views(grads, q, k))  # views of grads
@@ -187,14 +193,16 @@ def empty_gradients(dout: Tensor, q: Tensor, k: Tensor, *_: object) -> Tensor:
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.causal, ctx.scale, ctx.window, _, bounds, sizes, ctx.version = inputs
+    q, k, v, ctx.causal, ctx.scale, ctx.window, lengths, bounds, sizes, ctx.version = inputs
+    ctx.has_lengths = lengths is not None
     ctx.save_for_backward(q, k, v, *output, bounds, sizes)
 
 
 def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, bounds, sizes = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
     options = {"causal": ctx.causal, "scale": ctx.scale, "window": ctx.window, "version": ctx.version}
-    grads = flash_bwd(dout, q, k, v, out=out, lse=lse, bounds=bounds, sizes=sizes, **options)
+    options |= {"bounds": bounds, "sizes": sizes, "has_lengths": ctx.has_lengths}
+    grads = flash_bwd(dout, q, k, v, out=out, lse=lse, **options)
     no_gradients = [None] * 7
     return *gradient_views(grads, q, k), *no_gradients
 

@@ -264,13 +264,14 @@ def launch_forward(
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, _, ctx.causal, ctx.scale, ctx.window = inputs
+    q, k, v, starts, lengths, ctx.causal, ctx.scale, ctx.window = inputs
+    ctx.has_lengths = lengths is not None
     ctx.save_for_backward(q, k, v, *output, starts)
 
 
 def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, starts = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
-    options = {"causal": ctx.causal, "scale": ctx.scale, "window": ctx.window}
+    options = {"causal": ctx.causal, "scale": ctx.scale, "window": ctx.window, "has_lengths": ctx.has_lengths}
     grads = attention_bwd(dout, q, k, v, out=out, lse=lse, starts=starts, **options)
     return *gradient_views(grads, q, k), None, None, None, None, None
 

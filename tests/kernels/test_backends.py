@@ -381,6 +381,24 @@ def test_attention_ignores_keys_beyond_the_lengths(impl, queries, causal, device
         torch.testing.assert_close(got[one].double(), cut, **attention_tolerance(dtype))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("impl", IMPLS["attention"])
+def test_gradients_with_lengths_are_right_or_refused(impl, causal, device):
+    """Callers ask for none. But a backward that ignored the lengths would give wrong numbers without a word."""
+    sizes = {"keys": 40, "lengths": (5, 40), "causal": causal, "dtype": common_dtype(device), "device": device}
+    inputs = contract("attention").inputs((2, 5, 2, 16), **sizes)
+    attention = load_or_skip("attention", impl, device, inputs)
+    q, k, v = (inputs.pop(name) for name in "qkv")
+    out = attention(q, k, v, **inputs).sum()
+    if impl in ("triton", "flash", "cudnn_frontend"):
+        with pytest.raises(Unavailable, match=f"^attention={impl} has no gradients with lengths: choose attn=sdpa$"):
+            out.backward()
+        return
+    exact = contract("attention").reference(q.double(), k.double(), v.double(), **inputs).sum()
+    for got, right in zip(torch.autograd.grad(out, (q, k, v)), torch.autograd.grad(exact, (q, k, v)), strict=True):
+        torch.testing.assert_close(got.double(), right.double(), **attention_tolerance(got.dtype))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("impl", IMPLS["loss"])
 def test_rounding_errors_of_the_loss_average_out(impl, device):

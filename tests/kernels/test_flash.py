@@ -95,6 +95,18 @@ def test_torch_compile_gives_the_same_results(stand_in, monkeypatch, case):
         torch.testing.assert_close(got[key], value)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_there_are_no_gradients_with_lengths(stand_in, monkeypatch, compiled):
+    """The forward runs, and the backward raises instead of ignoring the lengths."""
+    stand_in("fa4")
+    monkeypatch.setattr(flash, "choose_version", lambda version, q: "fa4")
+    torch.compiler.reset()
+    function = torch.compile(flash.attention, backend="aot_eager") if compiled else flash.attention
+    out = function(**case_inputs("attention", "lengths_chunk", torch.float32, "cpu"))
+    with pytest.raises(Unavailable, match=r"^attention=flash has no gradients with lengths: choose attn=sdpa$"):
+        out.sum().backward()
+
+
 def test_documents_are_counted_once_a_batch(stand_in, monkeypatch):
     """Counting makes the host wait for the GPU. Two layers, their backward and the compiled function count once each.
 
