@@ -9,7 +9,7 @@ from kernels.cutile import launch
 from kernels.gpu import multiprocessors
 
 ROWS, COLUMNS = 64, 128  # of a tile: two cache lines of each row in bf16
-PARTIAL_ROWS = 256  # of a tile of partial sums, with as many elements: narrow, so that many blocks share few rows
+PARTIAL_ROWS = 256  # of a tile of partial sums. It has few columns, so that many blocks run
 PROGRAMS = 4  # for each multiprocessor
 
 

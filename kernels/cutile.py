@@ -4,7 +4,8 @@ A kernel in cuTile is a Python function of one block. It loads, computes and sto
 of two, and names neither threads nor shared memory. cuda.tile writes it as Tile IR, and NVIDIA's compiler tileiras
 chooses the rest: on Hopper, TMA, wgmma, and warps that only load.
 
-A launch compiles for 1 to 2 s if its dtypes, its constants, or which sizes are multiples of 16 are new.
+The first launch with new dtypes or constants compiles for 1 to 2 s. So does the first one in which other sizes are
+multiples of 16.
 """
 
 import functools

@@ -4,8 +4,8 @@ Each matmul has the tile that QuACK takes by default. With tuned=True, QuACK wou
 the first step. As in QuACK's own layers, the programs of a backward take their tiles from a counter
 (dynamic_scheduler). One program still computes all of a tile, so two calls give the same bits.
 
-TMA loads rows that begin at multiples of 16 bytes, so the width of every matrix is a multiple of 8, and align()
-copies a tensor with another address. The number of rows is free.
+TMA needs rows that begin at multiples of 16 bytes. So every width must be a multiple of 8, and align() copies a tensor
+whose address is not a multiple of 16. The number of rows is free.
 """
 
 import functools
@@ -68,7 +68,7 @@ def matmul_and_activation(a: Tensor, b: Tensor, activation: str, **options: Any)
 
 
 def matmul_and_derivative(dy: Tensor, w: Tensor, h: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return the gradient of h, where the gradient of activation(h) is dy (m, k) @ w (k, n), and activation(h)."""
+    """Return dh and activation(h). The gradient of activation(h) is dy (m, k) @ w (k, n)."""
     from quack.gemm_interface import gemm_dact
 
     return gemm_dact(dy, w, h, activation=activation, dynamic_scheduler=True, tuned=False)

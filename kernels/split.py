@@ -8,8 +8,8 @@ MOST_SPLITS = 64  # parts of a sum
 def split_sum(steps: int, tiles: int, programs: int) -> tuple[int, int]:
     """Return into how many parts to split a sum of `steps` blocks, and how many blocks a part has.
 
-    All programs compute one tile of one part at a time. So the time is the number of rounds, times the blocks of a
-    part and the 8 blocks that it takes to write a part and to read it again. Every part has at least one block.
+    In a round, every program computes one tile of one part. The time is rounds * (blocks of a part + 8), because to
+    write a part and to read it again takes as long as 8 blocks. Every part has at least one block.
     """
 
     def time(splits: int) -> int:

@@ -1,9 +1,8 @@
 """TileLang (https://github.com/tile-ai/tilelang): what the backends `tilelang` of all ops share.
 
 A kernel in TileLang is Python over tiles in shared memory and in registers, like one in Triton. But the program chooses
-where a tile lies, and may say which thread holds which of its numbers. TileLang writes CUDA C++ from it, which nvcc
-compiles: 3 s a kernel, once on a machine, because it keeps the results in ~/.tilelang. So TileLang needs a CUDA
-toolkit, and there is no trial on a CPU.
+where a tile lies, and may say which thread holds which of its numbers. TileLang writes CUDA C++ from it. nvcc, a part
+of the CUDA toolkit, compiles that in 3 s a kernel, and ~/.tilelang keeps the result. There is no interpreter for a CPU.
 
 A kernel is compiled for the widths and dtypes of its tensors; the number of rows is free. TileLang passes the current
 stream of PyTorch to the launch, so a CUDA graph can hold it.

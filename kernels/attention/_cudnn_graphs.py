@@ -173,7 +173,7 @@ def plan_backward(
     return finish(graph, [*inputs.values(), *results])
 
 
-_captured: dict[int, Plan] = {}  # by id(): a CUDA graph may replay their kernels after the caches drop them
+_captured: dict[int, Plan] = {}  # by id(). A CUDA graph may replay a plan's kernels after lru_cache drops the plan
 
 
 def run(plan: Plan, *tensors: Tensor) -> None:

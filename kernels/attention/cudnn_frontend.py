@@ -13,7 +13,7 @@ sizes, strides and mask, so the latest plans are kept (MAX_PLANS).
 
 The front end also has kernels of its own in CuTe DSL, for Blackwell, and on Hopper for more than 256 channels a head.
 This backend leaves them out, because its name promises cuDNN's. It takes no `starts`: cuDNN would need packed
-sequences, and each number of sequences another plan. With lengths it has no gradients.
+sequences, and a new plan for each number of sequences. With lengths it has no gradients.
 """
 
 import os

@@ -3,7 +3,8 @@
     forward   y = x W^T + b
     backward  dx = dy W, dW = dy^T x, and db, the sum of dy's rows in PyTorch
 
-This file calls the functions of QuACK's linear_func() with tuned=False (kernels/quack.py). PyTorch also sums db there.
+This file calls the functions of QuACK's linear_func() with tuned=False (kernels/quack.py). QuACK's linear
+also sums db in PyTorch.
 """
 
 from torch import Tensor

@@ -14,7 +14,8 @@ TMA and wgmma agree, also where an operand is read by columns (W in dx, and both
               A multiplying thread needs 224 registers, of which 128 are the sums; a program has 128 threads of each
               kind, 31744 of its 32768 registers. The tile is copied over the ring in shared memory, and TMA stores it
               from there.
-              Programs with one block of x follow each other, so x comes from memory once, and W stays in the L2
+              Programs that read the same rows of x are adjacent, so x should come from memory once, and W stay in
+              the L2
     dW        a tile of 128 x 256 over a part of the tokens, as matmul.py splits it. Each of the two multiplying
               warpgroups has 64 rows. The parts are fp32, and another kernel adds them in a fixed order: two runs give
               the same bits

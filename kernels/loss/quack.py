@@ -1,4 +1,4 @@
-"""QuACK's linear cross-entropy (https://github.com/Dao-AILab/quack): no matmul and no softmax is PyTorch's.
+"""QuACK's linear cross-entropy (https://github.com/Dao-AILab/quack): QuACK computes each matmul and softmax.
 
 As in triton.py, the forward already computes the gradients, 4,096 tokens at a time. There are two ways. QuACK chooses
 the first on Hopper, in bf16, if V is a multiple of 128:
@@ -14,7 +14,7 @@ correction at a target is infinite, and the gradient NaN, if no logit in the tar
 log-sum-exp. Without gradients, this way stores nothing as large as the logits.
 
 The other way is the rest of this file: QuACK's pass over the logits between three of its matmuls. The rows have a
-multiple of 8 columns, and those beyond V are -inf. In QuACK's own version of this way, cuBLAS multiplies twice.
+multiple of 8 columns, and those beyond V are -inf. In QuACK's own version, cuBLAS computes two of the matmuls.
 
 QuACK reads and writes at the index of each target. So this file ignores a target outside the vocabulary, and makes the
 loss NaN. The backward scales the gradients with PyTorch, as QuACK's does.

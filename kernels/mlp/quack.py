@@ -6,9 +6,9 @@
               dW_proj = dy^T a, dx = dh W_fc, dW_fc = dh^T x, and the biases' gradients: sums of rows in PyTorch
 
 All six matmuls are QuACK's, and autograd saves as much as for triton.py. This file calls the functions of QuACK's
-mlp_func() with tuned=False (kernels/quack.py). QuACK's MLP module uses PyTorch to train with biases. Its matmuls can
-add a bias, so this file uses them. QuACK's gelu takes the GPU's instruction for tanh, with an error of 2^-11, where
-_activations.py takes two instructions with errors of 2^-22.
+mlp_func() with tuned=False (kernels/quack.py). With biases, QuACK's own MLP module trains in PyTorch. QuACK's
+matmuls can add a bias, so this file calls them. QuACK's gelu takes the GPU's instruction for tanh, with an error of
+2^-11, where _activations.py takes two instructions with errors of 2^-22.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """LayerNorm in TileLang (https://github.com/tile-ai/tilelang), with the addition fused forward and backward.
 
-The method, the bytes and the roof are those of triton.py: 4 passes over (N, C) forward, 4 backward, and a copy of these
-bytes is the floor. The difference is which threads hold a row. In Triton a row is padded to a power of two, and a
+The method and the bytes are those of triton.py: 4 passes over (N, C) forward and 4 backward. A copy of these bytes is
+the floor. The difference is which threads hold a row. In Triton a row is padded to a power of two, and a
 program of several warps may share it. Here the program says which thread holds which numbers (row_layout() in
 _tilelang.py):
 
@@ -46,7 +46,7 @@ class RowLaunch(NamedTuple):
 
 
 def share_rows(C: int, vec: int, held: int) -> RowLaunch:
-    """Return which threads hold rows of width C, if a thread holds about `held` numbers of a row or fewer."""
+    """Return which threads hold rows of width C. A thread holds at most about `held` numbers of a row."""
     lanes = min(32, triton.next_power_of_2(triton.cdiv(C, vec)))
     lanes = max(lanes, triton.next_power_of_2(triton.cdiv(C, held)))
     return RowLaunch(vec, lanes, rows=max(1, THREADS // lanes))
@@ -59,7 +59,7 @@ def forward_launch(C: int, vec: int) -> RowLaunch:
 def backward_launch(C: int, vec: int, stream_bytes: int) -> RowLaunch:
     """Return the launch of the backward, for elements of the stream of so many bytes.
 
-    A thread with 24 numbers of a row needs 128 registers, so 16 warps fit; other widths and fp32 need up to 168.
+    Up to 24 numbers of a row, of 2 bytes each, take 128 registers, so 16 warps fit. More, or fp32, take up to 168.
     """
     row_launch = share_rows(C, vec, held=32)
     few = triton.cdiv(C, row_launch.lanes) <= 24 and stream_bytes == 2
