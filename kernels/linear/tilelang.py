@@ -13,9 +13,8 @@ TMA and wgmma agree, also where an operand is read by columns (W in dx, and both
               wait for the epilogue. So two programs share a multiprocessor: one stores while the other multiplies.
               A multiplying thread needs 224 registers, of which 128 are the sums; a program has 128 threads of each
               kind, 31744 of its 32768 registers. The tile is copied over the ring in shared memory, and TMA stores it
-              from there.
-              Programs that read the same rows of x are adjacent, so x should come from memory once, and W stay in
-              the L2
+              from there. Programs that read the same rows of x are adjacent, so x should come from memory once, and
+              W stay in the L2
     dW        a tile of 128 x 256 over a part of the tokens, as matmul.py splits it. Each of the two multiplying
               warpgroups has 64 rows. The parts are fp32, and another kernel adds them in a fixed order: two runs give
               the same bits

@@ -4,14 +4,15 @@ As in triton.py, the forward already computes the gradients, 4,096 tokens at a t
 the first on Hopper, in bf16, if V is a multiple of 128:
 
     E       = exp(x W^T - shift)          the epilogue also sums the rows of each tile, and keeps the targets' logits
-    losses, and what turns E into the gradient of the logits                          two short Triton kernels
+    losses, `steps`, `scale`, and a new E at each target                              two short Triton kernels
     dx      = scale ((steps E) W)         the loop of the matmul multiplies E by `steps`, powers of two
     dW     += (steps E)^T (scale x)       in fp32
 
 Each row of a tile has its own shift. A tile has 192 columns at V = 50,304, and 256 or 128 where 192 does not divide V.
-`steps` scale a row's tiles to one shift. _unnormalised.py has the same idea with one shift for each row. QuACK's
-correction at a target is infinite, and the gradient NaN, if no logit in the target's tile comes within 88 of the
-log-sum-exp. Without gradients, this way stores nothing as large as the logits.
+`steps` bring a row's tiles to one shift, and `scale` is one factor a row, so that scale steps E is the gradient of the
+logits. E at a target becomes what gives p - 1 there. It is infinite, and the gradient NaN, if no logit in the target's
+tile comes within 88 of the log-sum-exp. _unnormalised.py has the same idea with one shift for each row. Without
+gradients, this way stores nothing as large as the logits.
 
 The other way is the rest of this file: QuACK's pass over the logits between three of its matmuls. The rows have a
 multiple of 8 columns, and those beyond V are -inf. In QuACK's own version, cuBLAS computes two of the matmuls.

@@ -11,8 +11,7 @@ _tilelang.py):
     backward  a program loops over its rows, four at a time for C = 768. A thread always has the same columns, so it
               sums dy xhat and dy in registers. At the end the warps of a program add their sums in shared memory,
               and it writes them once in fp32. A second kernel adds the sums of all programs in a fixed order, so every
-              run gives the same bits. A thread has 128 registers, so a multiprocessor loads 16 rows at
-              a time
+              run gives the same bits. A thread has 128 registers, so a multiprocessor loads 16 rows at a time
 
 A row of more than 2048 numbers, in the backward of more than 1024, belongs to several warps, which meet in shared
 memory. kernels/tilelang.py says what a compilation needs.
