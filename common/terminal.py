@@ -29,8 +29,8 @@ def one_line(error: BaseException) -> str:
 
 
 def warn(message: object) -> None:
-    """Print a warning to stderr. A path in it may hold control characters."""
-    print(f"warning: {printable(message)}", file=sys.stderr)
+    """Print a warning to stderr, in one write: threads print, too. A path in it may hold control characters."""
+    print(f"warning: {printable(message)}\n", end="", file=sys.stderr)
 
 
 class LostOutput(OSError):

@@ -76,7 +76,8 @@ class Signals:
             os.set_blocking(self.writer, False)
             os.register_at_fork(after_in_child=self._close_pipe_in_child)
             self.previous_writer = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-            threading.Thread(target=self._answer_interrupts, args=(reader,), daemon=True).start()
+            self.answerer = threading.Thread(target=self._answer_interrupts, args=(reader,), daemon=True)
+            self.answerer.start()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -84,6 +85,7 @@ class Signals:
             signal.set_wakeup_fd(self.previous_writer)
             os.close(self.writer)  # ends the thread
             self.writer = None
+            self.answerer.join(2 * HANDLER_SECONDS)  # what it has to say is printed before the program ends
         self.record = None  # the hook of os.fork() keeps this object, which would keep the run
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
@@ -128,7 +130,7 @@ class Signals:
         if self.looping and count == 1:
             if self.record and os.environ.get("RANK", "0") == "0":
                 line = "SIGINT   ends the run after its step, or at its end; a second Ctrl-C ends it at once"
-                print(line, file=sys.stderr, flush=True)
+                print(f"{line}\n", end="", file=sys.stderr, flush=True)  # one write: the main thread may print, too
             return
         deadline = time.monotonic() + HANDLER_SECONDS
         while self.interrupts_handled < count and time.monotonic() < deadline:

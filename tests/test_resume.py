@@ -28,12 +28,12 @@ from runtime import resume
 from runtime.checkpoint import checkpoint_folders, newest_valid, read_manifest, verify
 from runtime.config import UserError, field_defaults
 from runtime.resume import schedule_changes
+from tests.runtime.test_signals import ANSWER
 from tests.runtime.test_unreadable import break_paths
 from tests.test_train import CPU, QUICK, ROOT, config, metrics, row, set_clock
 
 BASE = [word for word in QUICK if "checkpoint_every" not in word]  # QUICK, but with checkpoints
 RESUME = "train.resume=auto"
-ANSWER = "SIGINT   ends the run after its step, or at its end; a second Ctrl-C ends it at once\n"
 
 
 def curve(folder="run"):

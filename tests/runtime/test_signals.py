@@ -16,6 +16,7 @@ from runtime.row import status_of
 from runtime.signals import STOPPED, Signals, Stopped, exit_quietly, requeue_slurm_job
 
 ROOT = Path(__file__).parents[2]
+ANSWER = "SIGINT   ends the run after its step, or at its end; a second Ctrl-C ends it at once\n"
 LONG = "print('line\\n' * 100_000)"
 SHORT = "print('line'); time.sleep(0.5); print('line')"  # stays in the buffer until the end
 OTHER_PIPE = "read, write = os.pipe(); os.close(read); os.write(write, b'x')"
@@ -198,12 +199,21 @@ def test_ctrl_c_is_answered_within_an_instruction_of_minutes(looping):
     time.sleep(0.3)  # until the instruction has begun
     process.send_signal(signal.SIGINT)
     if looping:
-        line = b"SIGINT   ends the run after its step, or at its end; a second Ctrl-C ends it at once\n"
-        assert process.stderr.readline() == line
+        assert process.stderr.readline() == ANSWER.encode()
         process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     expected = b"stopped: SIGINT twice\n" if looping else b""
     assert (process.returncode, out, err) == (130, expected, b"interrupted\n")
+
+
+def test_the_answer_to_ctrl_c_is_printed_before_the_program_ends(capfd, monkeypatch):
+    """On a busy machine, the thread that prints it begins late."""
+    answer = Signals._answer_interrupt
+    monkeypatch.setattr(Signals, "_answer_interrupt", lambda *given: time.sleep(0.5) or answer(*given))
+    with Signals() as signals:
+        signals.start_loop(print)
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == ANSWER
 
 
 def test_ctrl_c_counts_once_with_a_forked_child(monkeypatch):
