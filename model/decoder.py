@@ -8,6 +8,7 @@ short prefill is a graph too: its prompt is padded to a length that has a graph.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,9 +20,10 @@ from kernels.compat import allow_graphs
 from kernels.registry import KernelError, Unavailable, backend, load, missing_argument, other_runtimes, reads_fp8
 from kernels.sampling import Sampling, sample_tokens, seeds_of, shift_positions
 from model.compat import inductor
+from model.config import GPTConfig
 from model.generate_config import DTYPES, GenerateConfig
 from model.gpt import GPT
-from model.speculation import count_accepted, ngram_draft
+from model.speculation import count_accepted, model_draft, ngram_draft
 from model.weights import weights_of
 from runtime.config import check
 
@@ -63,8 +65,9 @@ class Decoder:
     later prefills are captured, too. generate_tokens() ends early when all sequences have stopped at an id in `stops`;
     the caller must still cut the texts. A token is NO_TOKEN if its logits are not finite, and FAILED_LAUNCH if its
     launch failed; check_tokens() in generate.py raises an error for both. With `prefill_only`, step() is not called,
-    and the model's attention need not take `lengths`. Raises Unavailable or UserError if the model or the backend
-    cannot decode with these arguments.
+    and the model's attention need not take `lengths`. With generate.speculate=CHECKPOINT, `draft` is the model that
+    drafts; the same backend computes it. Raises Unavailable or UserError if the model or the backend cannot decode with
+    these arguments.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class Decoder:
         options: GenerateConfig | None = None,
         stops: tuple[int, ...] = (),
         prefill_only: bool = False,
+        draft: GPT | None = None,
     ):
         options = options or GenerateConfig()
+        assert (draft is None) == (options.draft_checkpoint is None)
         config, device = model.config, model.wte.weight.device
         module = backend("decode", decode)
         if decode == "blocks" and not prefill_only:
@@ -102,6 +107,8 @@ class Decoder:
         self.keeps_fp8 = reads_fp8(model.h[0].attn.attention)
         self.step_tokens = T = options.step_tokens
         self.generate_tokens = getattr(module, "generate_tokens", None)
+        if self.generate_tokens and T > 1:
+            raise Unavailable(f"kernels.decode={decode} verifies no draft: choose generate.speculate=null")
         # Tokens of a sequence in a CUDA graph: of several steps, or of one step that verifies a draft. T without graphs
         self.graph_tokens = GRAPH_TOKENS if device.type == "cuda" and T == 1 and not self.generate_tokens else T
         self.rows = self.allocated_rows(config.window)
@@ -131,13 +138,17 @@ class Decoder:
         pack = getattr(module, "pack", None)
         self.decode = load("decode", decode, device)
         self.packed = pack(own, Cache(self.kv, self.rows, self.positions)) if pack else own.weights()
+        self.drafter: Decoder | None = None
+        if draft is not None:
+            self.check_draft(draft.config, options.speculate)
+            choices = {"decode": decode, "compiled": compiled, "compile_mode": compile_mode}
+            choices |= {"options": replace(options, speculate=None), "prefill_only": prefill_only}
+            self.drafter = Decoder(draft, batch, capacity + T - 1, sampling, **choices)
         # Bytes of weights that a step reads, if pack() changed them; otherwise None
         self.weight_bytes = module.weight_bytes(self.packed) if hasattr(module, "weight_bytes") else None
         self.draw = getattr(module, "sample_tokens", sample_tokens)
         self.next_tokens = partial(next_tokens, self.decode, self.packed, self.draw)
         self.decode_token = getattr(module, "decode_token", None) if T == 1 else None
-        if self.generate_tokens and T > 1:
-            raise Unavailable(f"kernels.decode={decode} verifies no draft: choose generate.speculate=null")
         width = LAUNCH_TOKENS if self.generate_tokens else self.graph_tokens
         self.output = torch.ones(batch, 1 + width, dtype=torch.int64, device=device)
         if compiled:
@@ -157,6 +168,33 @@ class Decoder:
             check(self.step_tokens == 1, f"generate.speculate needs a cache of all tokens, not of a window of {window}")
             return window
         return -(-most // (BUCKET // 4)) * (BUCKET // 4)  # a multiple of 64; the rest is masked
+
+    def memory(self) -> dict[str, list[Tensor]]:
+        """Return the tensors of `weights` and of `kv_cache`, also those of a draft model."""
+        decoders = [self, self.drafter] if self.drafter else [self]
+        return {
+            "weights": [weight for each in decoders for weight in each.model.parameters()],
+            "kv_cache": [tensor for each in decoders for pair in each.kv for tensor in pair],
+        }
+
+    def check_draft(self, config: GPTConfig, name: str) -> None:
+        """Raise UserError if a model with this config cannot draft for this one."""
+        ids, most = self.sampling.n_vocab, self.capacity + self.step_tokens - 1
+        check(
+            config.vocab_size >= ids,
+            f"generate.speculate={name} has {config.vocab_size} ids, and the texts have {ids}: choose a model with the "
+            "same tokenizer",
+        )
+        check(
+            config.pos != "learned" or config.block_size >= self.capacity,
+            f"generate.speculate={name} has {config.block_size} positions, and the texts up to {self.capacity}: choose "
+            "a model with more, or fewer new tokens",
+        )
+        check(
+            config.window is None or config.window >= most,
+            f"generate.speculate={name} has a window of {config.window} tokens, and a draft needs a cache of all "
+            f"{most}: choose a model without window",
+        )
 
     @torch.no_grad()
     def prefill(self, idx: Tensor, lengths: Tensor | None = None, dropped: int = 0, kept: int = 0) -> Tensor:
@@ -260,7 +298,8 @@ class Decoder:
             return [self.rows]
         lengths = range(prompt, min(prompt + new_tokens - 1, self.capacity))  # before a step
         buckets = sorted({self.bucket(length + self.graph_tokens) for length in lengths})
-        with allow_graphs(len(buckets)):
+        # Dynamo counts the shapes of next_tokens() together, and a draft model has steps of two tokens and of one
+        with allow_graphs(len(buckets) * (3 if self.drafter else 1)):
             for keys in buckets:
                 steps = partial(self._steps, keys, self.graph_tokens // self.step_tokens)
                 if self.tokens.is_cuda:
@@ -272,6 +311,18 @@ class Decoder:
         return buckets
 
     def _prefill(self, idx: Tensor, lengths: Tensor, kept: int = 0) -> None:
+        logits = self._fill(idx, lengths, kept)
+        if self.drafter:
+            self.drafter._fill(idx, lengths, kept)
+        drawn = self.draw(logits, self.seeds, lengths, self.sampling)[:, None]
+        if self.history is not None:
+            self.history[:, : idx.shape[1]] = idx
+        self.positions.copy_(lengths)
+        self.output[:, 0] = 1
+        self._take(drawn)
+
+    def _fill(self, idx: Tensor, lengths: Tensor, kept: int) -> Tensor:
+        """Fill the cache as prefill() does. Return the logits after the last token of each sequence, (B, V)."""
         B, T = idx.shape
         self.model.config.check_length(T)
         chunk = min(CHUNK, max(SHORT_CHUNK, 4 * CHUNK // B))
@@ -282,12 +333,7 @@ class Decoder:
             cache = Cache(self.kv, start + ids.shape[1], last=last)
             new = self._forward(ids, cache)[:, 0]
             logits = new if logits is None else torch.where((last >= 0)[:, None], new, logits)
-        drawn = self.draw(logits, self.seeds, lengths, self.sampling)[:, None]
-        if self.history is not None:
-            self.history[:, :T] = idx
-        self.positions.copy_(lengths)
-        self.output[:, 0] = 1
-        self._take(drawn)
+        return logits
 
     def _steps(self, keys: int, count: int) -> None:
         """Run `count` steps, one after the other. Each reads `keys` keys."""
@@ -303,6 +349,8 @@ class Decoder:
             output = self.output[:, column]
             self.decode_token(logits, self.seeds, self.positions, self.sampling, self.tokens, output)
             return
+        if self.step_tokens > 1:
+            self.tokens[:, 1:] = self._draft(keys)
         drawn, _ = self.next_tokens(self.tokens, Cache(self.kv, keys, self.positions), self.seeds, self.sampling)
         new = None
         if self.step_tokens > 1:  # one sequence may be complete some steps before another
@@ -327,7 +375,14 @@ class Decoder:
             self.output[:, 0] = new
             self.positions.add_(new - 1)
         self.tokens[:, :1] = self.history.gather(1, self.positions[:, None])
-        self.tokens[:, 1:] = ngram_draft(self.history, self.positions, self.step_tokens - 1)
+
+    def _draft(self, keys: int) -> Tensor:
+        """Return likely next tokens of each sequence, (B, step_tokens - 1) int64. A draft model reads `keys` keys."""
+        count = self.step_tokens - 1
+        if self.drafter is None:
+            return ngram_draft(self.history, self.positions, count)
+        next_tokens = partial(self.drafter.next_tokens, seeds=self.seeds, sampling=self.sampling)
+        return model_draft(next_tokens, Cache(self.drafter.kv, keys), self.history, self.positions, count)
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture `work` as a CUDA graph. Each replay updates the same tensors. The capture overwrites the cache."""

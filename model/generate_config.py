@@ -11,13 +11,21 @@ DTYPES = {"auto": None, "fp8": FP8}  # generate.kv -> dtype of the cache; None: 
 @dataclass
 class GenerateConfig:
     kv: str = "auto"  # dtype of the KV cache: auto (the compute dtype) | fp8 (half of bf16's bytes)
-    speculate: str | None = None  # ngram: each step verifies a draft of the next tokens; null: no draft
+    speculate: str | None = (
+        None  # each step verifies a draft of the next tokens, from ngram or a checkpoint; null: none
+    )
     draft_tokens: int = 4  # tokens of a draft, 1 to 7
 
     def __post_init__(self):
         check(self.kv in DTYPES, f"generate.kv={self.kv}: choose {', '.join(DTYPES)}")
-        check(self.speculate in (None, "ngram"), f"generate.speculate={self.speculate}: choose ngram, or null")
+        advice = "choose ngram, the checkpoint of a smaller model, or null"
+        check(self.speculate not in ("", "random"), f"generate.speculate={self.speculate}: {advice}")
         check(1 <= self.draft_tokens <= 7, f"generate.draft_tokens={self.draft_tokens}: it must be in [1, 7]")
+
+    @property
+    def draft_checkpoint(self) -> str | None:
+        """The checkpoint of the model that drafts; None if no model does."""
+        return None if self.speculate == "ngram" else self.speculate
 
     @property
     def step_tokens(self) -> int:

@@ -133,6 +133,8 @@ def generate(
     facts = recipe.kernel_facts(decoder, tuple(idx.shape), device)
     facts |= {"measured_bandwidth": bandwidth, "source": recipe.source.name}
     facts["parameters"] = cost.parameters(recipe.source.config)
+    if recipe.draft:
+        facts["draft"] = {"source": recipe.draft.name, "parameters": cost.parameters(recipe.draft.config)}
     run.begin(**facts)
     print(f"{model_header(run.row, recipe.model_text, compiled='torch.compile around a step')}\n", flush=True)
     figures, first_token = measure.warm_up(decoder, idx, lengths, new_tokens)
@@ -162,15 +164,22 @@ def record_proof(
     run: Run, recipe: GenerationRecipe, decoder: Decoder, idx: Tensor, lengths: Tensor, new_tokens: int
 ) -> None:
     """Write the proof into the row, and print it. Raises Wrong if the tokens, the logits or the kernels are wrong."""
-    parts, _ = predict_generation(recipe.groups, recipe.generate, tuple(idx.shape), new_tokens, idx.device)
+    draft = recipe.draft.config if recipe.draft else None
+    arguments = recipe.groups, recipe.generate, tuple(idx.shape), new_tokens, idx.device
+    parts, _ = predict_generation(*arguments, draft=draft)
     packed = GIB * run.row["mem/packed_gib"]  # a prediction is of blocks, which pack nothing
     predicted = in_gib({**parts, "packed": packed, "peak": parts["peak"] + packed})
     run.row["memory"] = {"predicted": predicted, "measured": measure.measured_memory(run.row)}
     run.row["receipt"] = measure.receipt_of_step(decoder, run.row, recipe.kernels, recipe.attn)
-    run.row["proof"] = prove(decoder, recipe.decoder_options, recipe.precision, idx, lengths)
+    options = recipe.decoder_options | {"draft": decoder.drafter and decoder.drafter.model}
+    run.row["proof"] = prove(decoder, options, recipe.precision, idx, lengths)
     print("\n".join([*receipt_lines(run.row), proof_line(run.row["proof"])]))
     if reason := why_proof_fails(run.row["proof"]) or run.row["receipt"]["wrong"]:
         raise Wrong(reason)
+    if decoder.step_tokens > 1:
+        gain = measure.gain_of_drafts(decoder, options, idx, lengths, new_tokens)
+        run.row |= gain
+        print(measure.gain_line(gain))
 
 
 def main_with_exact_prompt() -> None:

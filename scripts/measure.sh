@@ -273,11 +273,16 @@ generation_256() { generate generation-256 +sweep=generate checkpoint=random bat
 generation_1558m() {
     generate generation-1558m +sweep=generate checkpoint=random model=gpt2_1558m batch=1 prompt_tokens=128
 }
-generation_drafts() { # a model of Python's standard library continues a file of this repo
-    python train.py kernels=triton attn=triton precision=bf16 data.tokenizer=gpt2 train.max_steps=500 \
-        train.eval_every=0 train.checkpoint_every=500 train.sample_tokens=0 out_dir=out/drafts-model
-    generate drafts -m checkpoint=out/drafts-model prompt="$(head -c 2000 model/gpt.py)" max_new_tokens=256 \
-        temperature=0 proof=true kernels.decode=blocks,triton generate.speculate=null,ngram
+generation_drafts() { # models of Python's standard library continue a file of this repo, without a draft and with it
+    local batch train="train.py kernels=triton attn=triton precision=bf16 data.tokenizer=gpt2 train.max_steps=500"
+    train+=" train.eval_every=0 train.checkpoint_every=500 train.sample_tokens=0"
+    python $train out_dir=out/drafts-model
+    python $train model.n_layer=3 model.n_head=4 model.n_embd=256 out_dir=out/drafts-small
+    for batch in 1 4 16; do
+        generate drafts-$batch -m checkpoint=out/drafts-model prompt="$(head -c 2000 model/gpt.py)" batch=$batch \
+            max_new_tokens=256 temperature=0,0.8 proof=true kernels.decode=triton \
+            generate.speculate=null,ngram,out/drafts-small
+    done
 }
 generate() { # NAME WORDS ...
     python -m scripts.generate "${@:2}" precision=bf16 out_dir="out/$1"

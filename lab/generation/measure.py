@@ -2,8 +2,10 @@
 
 import statistics
 import time
+from dataclasses import replace
 from itertools import chain, pairwise
 
+import torch
 from torch import Tensor
 
 from kernels.registry import AttnConfig, KernelsConfig, called_backends
@@ -77,12 +79,16 @@ def decode_speed(arrivals: list[Arrival], batch: int, drafts: bool, graph_tokens
 
 
 def least_bytes(decoder: Decoder, precision: str, lengths: Tensor, steps: int) -> int:
-    """Return the bytes that the middle one of `steps` steps must read: the weights, and the keys and values so far."""
+    """Return the bytes that the middle one of `steps` steps must read: the weights, and the keys and values so far.
+
+    A draft model reads its own once for each token of a draft.
+    """
     config, weights_dtype = decoder.model.config, PRECISIONS[precision][1]
     weights = decoder.weight_bytes or cost.decode_bytes(config, 0, 0, weights_dtype)
     keys = [min(length + steps // 2, config.window or length + steps) for length in lengths.tolist()]
     cache = cost.kv_cache_bytes(config, 1, sum(keys), decoder.kv[0][0].dtype)
-    return weights + cache
+    draft = least_bytes(decoder.drafter, precision, lengths, steps) if decoder.drafter else 0
+    return weights + cache + (decoder.step_tokens - 1) * draft
 
 
 def figures(
@@ -111,9 +117,10 @@ def figures(
     result["gen/accepted_tokens"] = made / (batch * (len(arrivals) - 1)) if drafts and len(arrivals) > 1 else 1.0
     step_ms = result["gen/step_ms"]
     result["gen/bandwidth_utilisation"] = least / (1e-3 * step_ms) / bandwidth if step_ms else None
-    for name, tensors in {"weights": decoder.model.parameters(), "kv_cache": chain(*decoder.kv)}.items():
+    for name, tensors in decoder.memory().items():
         result[f"mem/{name}_gib"] = sum(tensor.nbytes for tensor in tensors) / GIB
-    result["mem/packed_gib"] = copied_bytes(decoder.packed, decoder.model) / GIB
+    decoders = filter(None, (decoder, decoder.drafter))
+    result["mem/packed_gib"] = sum(copied_bytes(each.packed, each.model) for each in decoders) / GIB
     return result | peak_memory(idx.device, Ranks())
 
 
@@ -129,6 +136,39 @@ def power_figures(power: PowerMeter, decoder: Decoder, idx: Tensor, lengths: Ten
             tokens += sum(map(len, chain(*stream(decoder, idx, max_new_tokens, lengths))))
             power.stop()
     return power.figures(tokens, Ranks())
+
+
+def gain_of_drafts(decoder: Decoder, options: dict, idx: Tensor, lengths: Tensor, max_new_tokens: int) -> dict:
+    """Generate once more, and without drafts. Return the speed without them, the speed-up, and how alike the texts are.
+
+    `options` are the keyword arguments of the decoder's constructor. gen/same_tokens is the share of the tokens before
+    the first difference in each text: it is 1 unless a step of several tokens rounds the logits differently.
+    """
+    plain_options = {"options": replace(options["options"], speculate=None), "draft": None}
+    plain = Decoder(decoder.model, len(idx), decoder.capacity, decoder.sampling, **{**options, **plain_options})
+    plain.first_seeds = decoder.first_seeds
+    warm_up(plain, idx, lengths, max_new_tokens)
+    speeds, texts = [], []
+    for each in (decoder, plain):
+        arrivals, sequences = [], [[] for _ in idx]
+        for step in stream(each, idx, max_new_tokens, lengths):
+            arrivals.append(Arrival(time.perf_counter(), sum(map(len, step))))
+            for sequence, tokens in zip(sequences, step, strict=True):
+                sequence += tokens
+        drafts = each.step_tokens > 1
+        speeds.append(decode_speed(arrivals, len(idx), drafts, each.graph_tokens)["gen/decode_tokens_per_sec"])
+        texts.append(torch.tensor(sequences))
+    same = (texts[0] == texts[1]).cumprod(1).double().mean().item()
+    speedup = speeds[0] / speeds[1] if all(speeds) else None
+    return {"gen/undrafted_tokens_per_sec": speeds[1], "gen/speedup": speedup, "gen/same_tokens": same}
+
+
+def gain_line(gain: dict) -> str:
+    """Return gain_of_drafts() as a line for the terminal."""
+    alike = f"{100 * gain['gen/same_tokens']:.1f}% of the tokens come before a difference of the texts"
+    if gain["gen/speedup"] is None:
+        return f"drafts   not timed; {alike}"
+    return f"drafts   {gain['gen/speedup']:.2f}x the {gain['gen/undrafted_tokens_per_sec']:,.0f} tok/s without; {alike}"
 
 
 def measured_memory(figures: dict) -> dict[str, float] | None:

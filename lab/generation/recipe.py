@@ -17,6 +17,7 @@ from model.decoder import Decoder
 from model.executed import called_ops, executed_kernels, kernels_label, slower_kernels
 from model.generate import check_sampling
 from model.generate_config import GenerateConfig
+from model.gpt import GPT
 from model.sources import Pretrained, random_source
 from model.step import build
 from model.text import Text, stop_ids
@@ -29,6 +30,7 @@ class GenerationRecipe:
     """Everything besides the prompt that decides the generated tokens and how they are computed."""
 
     source: Pretrained
+    draft: Pretrained | None  # the model of generate.speculate=CHECKPOINT
     tokenizer: Tokenizer
     kernels: KernelsConfig
     attn: AttnConfig
@@ -48,8 +50,8 @@ class GenerationRecipe:
     @property
     def model_text(self) -> str:
         """The model in a few words, for the terminal."""
-        size = cost.parameters(self.source.config) / 1e6
-        return f"{self.source.name}: {size:.1f}M, tokenizer {self.tokenizer.name}"
+        drafted = f", drafts by {describe(self.draft)}" if self.draft else ""
+        return f"{describe(self.source)}, tokenizer {self.tokenizer.name}{drafted}"
 
     @property
     def groups(self) -> tuple[GPTConfig, KernelsConfig, AttnConfig, str]:
@@ -67,11 +69,16 @@ class GenerationRecipe:
 
     def build_decoder(self, batch: int, capacity: int, device: torch.device) -> Decoder:
         """Build the model, and its decoder of `batch` sequences. Raises Unavailable or UserError as Decoder does."""
-        weights = self.source if self.source.weights else None
         needs = ["lengths"] if self.kernels.decode == "blocks" else []  # its steps read a cache with attention
-        model = build(*self.groups, device, seed=self.seed, weights=weights, needs=needs).eval()
-        stops = stop_ids(self.tokenizer, self.stops)
-        return Decoder(model, batch, capacity, self.sampling, self.seed, stops=stops, **self.decoder_options)
+
+        def build_model(source: Pretrained) -> GPT:
+            weights = source if source.weights else None
+            groups = source.config, *self.groups[1:]
+            return build(*groups, device, seed=self.seed, weights=weights, needs=needs).eval()
+
+        options = self.decoder_options | {"stops": stop_ids(self.tokenizer, self.stops)}
+        options["draft"] = build_model(self.draft) if self.draft else None
+        return Decoder(build_model(self.source), batch, capacity, self.sampling, self.seed, **options)
 
     def kernel_facts(self, decoder: Decoder, shape: tuple[int, int], device: torch.device) -> dict[str, dict]:
         """Return the keys of the row about the kernels: what executed_kernels() returns, and what is slower than eager.
@@ -84,6 +91,11 @@ class GenerationRecipe:
 
     def make_texts(self, count: int) -> list[Text]:
         return [Text(self.tokenizer, self.stops) for _ in range(count)]
+
+
+def describe(source: Pretrained) -> str:
+    """Return the name of a model, and its size."""
+    return f"{source.name}: {cost.parameters(source.config) / 1e6:.1f}M"
 
 
 @dataclass
@@ -150,7 +162,20 @@ class GenerationKeys:
         sampling = Sampling(n_vocab, self.temperature, self.top_k, self.top_p)
         stops = self.stop if source.weights or self.stop else None
         groups = self.kernels, self.attn, self.precision, self.generate
-        return GenerationRecipe(source, tokenizer, *groups, sampling, self.seed, stops)
+        return GenerationRecipe(source, self.open_draft(tokenizer), tokenizer, *groups, sampling, self.seed, stops)
+
+    def open_draft(self, tokenizer: Tokenizer) -> Pretrained | None:
+        """Read the model of generate.speculate=CHECKPOINT. Raises UserError if it has another tokenizer."""
+        if self.generate.draft_checkpoint is None:
+            return None
+        draft = pretrained.read_pretrained(self.generate.draft_checkpoint)
+        other = pretrained.tokenizer_of(draft, self.tokenizer).name
+        check(
+            other == tokenizer.name,
+            f"generate.speculate={self.generate.speculate} has the tokenizer {other}, and the model {tokenizer.name}: "
+            "choose a model with the same tokenizer",
+        )
+        return draft
 
 
 def take_random_model(cfg: DictConfig) -> None:

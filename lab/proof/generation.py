@@ -33,7 +33,8 @@ def prove(decoder: Decoder, options: dict, precision: str, idx: Tensor, lengths:
     """
     model, n_vocab = decoder.model, decoder.sampling.n_vocab
     config, device, T = model.config, idx.device, idx.shape[1]
-    new_tokens = NEW_TOKENS if config.pos == "rope" else min(NEW_TOKENS, config.block_size - T)
+    shapes = [config, decoder.drafter.model.config] if decoder.drafter else [config]
+    new_tokens = max(2, min([NEW_TOKENS, *(each.block_size - T for each in shapes if each.pos != "rope")]))
     greedy = Decoder(model, len(idx), T + new_tokens, Sampling(n_vocab, temperature=0), **options)
     greedy.warm_up(T, new_tokens)
     texts = [[] for _ in idx]

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -193,23 +192,27 @@ def predict_generation(
     new_tokens: int,
     device: torch.device,
     kept: int = 0,
+    draft: GPTConfig | None = None,
 ) -> tuple[dict[str, float], set[str]]:
     """Return the bytes of weights, KV cache and peak of a prefill of `shape` and a step, and the opaque ops.
 
     The step is one of blocks. For any other decoder there is none: all share the prefill, which takes more memory. The
-    prefill leaves out the first `kept` tokens.
+    prefill leaves out the first `kept` tokens. `draft` is the shape of the model that drafts.
     """
     config, kernels, attn, precision = groups
     prefill_only = kernels.decode != "blocks"
     kernels = replace(kernels, compile=False, decode="blocks")
     with simulate(device) as usage:
-        model = build(config, kernels, attn, precision, device, seed=0).eval()
-        settings = {"options": options, "prefill_only": prefill_only}
-        decoder = Decoder(model, shape[0], shape[1] + new_tokens, Sampling(config.vocab_size, 0), **settings)
+        shapes = [config] if draft is None else [config, draft]
+        models = [build(each, kernels, attn, precision, device, seed=0).eval() for each in shapes]
+        settings = {"options": options, "prefill_only": prefill_only, "draft": models[-1] if draft else None}
+        # the ids of both: a draft's shape may have more or fewer, which a tokenizer does not use
+        ids = min(each.vocab_size for each in shapes)
+        decoder = Decoder(models[0], shape[0], shape[1] + new_tokens, Sampling(ids, 0), **settings)
         decoder.prefill(torch.zeros(shape, dtype=torch.int64, device=device), kept=kept)
         if not prefill_only:
             decoder.step()
-        parts = {"weights": tensor_bytes(model.parameters()), "kv_cache": tensor_bytes(chain(*decoder.kv))}
+        parts = {part: tensor_bytes(tensors) for part, tensors in decoder.memory().items()}
         return parts | {"peak": usage.peak}, usage.opaque
 
 

@@ -15,7 +15,6 @@ from model import decoder as module
 from model.decoder import Decoder
 from model.generate import NotFinite, generate, stream
 from model.generate_config import GenerateConfig
-from model.speculation import NGRAM, ngram_draft
 from model.weights import copied_bytes, weights_of
 from runtime.config import UserError
 from tests.model.test_generate import CPU, GREEDY, greedy, prompt, streamed, varied_gpt
@@ -101,65 +100,6 @@ def test_an_fp8_cache_takes_half_the_bytes_of_bf16_and_gives_similar_logits():
     assert {t.dtype for pair in decoder.kv for t in pair} == {FP8}
     error = (logits["fp8"] - logits["auto"]).norm() / logits["auto"].norm()
     assert 0 < error < 2**-4
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft_tokens", [1, 4, 7])
-def test_a_draft_does_not_change_the_text(draft_tokens, sampling):
-    model, (idx, lengths) = varied_gpt(), ragged()
-    expected = streamed(Decoder(model, 4, 24, sampling, seed=2), idx, 15, lengths)
-    options = GenerateConfig(speculate="ngram", draft_tokens=draft_tokens)
-    decoder = Decoder(model, 4, 24, sampling, seed=2, options=options)
-    for _ in range(2):
-        assert streamed(decoder, idx, 15, lengths) == expected
-
-
-@pytest.mark.parametrize("new", [2, 4, 15])
-@pytest.mark.parametrize("draft_tokens", [1, 4, 7])
-def test_a_draft_near_the_end_when_the_host_is_behind(monkeypatch, draft_tokens, new):
-    """As on a GPU, where the decoder knows only a bound of its length. The cache has no row to spare."""
-    model, (idx, lengths) = varied_gpt(), ragged()
-    expected = streamed(Decoder(model, 4, 9 + new, SAMPLED), idx, new, lengths)
-    options = GenerateConfig(speculate="ngram", draft_tokens=draft_tokens)
-    monkeypatch.setattr("model.generate.max_lag", lambda *_: 4)
-    assert streamed(Decoder(model, 4, 9 + new, SAMPLED, options=options), idx, new, lengths) == expected
-
-
-def test_a_right_draft_saves_steps():
-    """A model that repeats its input accepts whole drafts."""
-    model = varied_gpt()
-    with torch.no_grad():
-        model.ln_f.weight.fill_(1)
-        for weight in (model.wpe.weight, *(p for n, p in model.named_parameters() if "c_proj" in n)):
-            weight.zero_()  # the blocks add nothing, so a token is most likely to follow itself
-    idx = torch.full((1, 5), 7)
-    decoder = Decoder(model, 1, 24, GREEDY, options=GenerateConfig(speculate="ngram", draft_tokens=4))
-    assert greedy(model, idx, 3)[0, 5:].tolist() == [7, 7, 7]
-    outputs = [decoder.prefill(idx).clone(), decoder.step().clone(), decoder.step().clone()]
-    assert [output[0, 0].item() for output in outputs] == [1, 5, 5]
-
-
-def test_the_draft_follows_the_latest_longest_match():
-    """The text ends in 1 2 3. Before, it has 1 2 3, then 2 3, then 3. Each earlier match is removed in turn."""
-    assert NGRAM == 3
-    history = torch.tensor([[1, 2, 3, 40, 41, 2, 3, 50, 3, 60, 1, 2, 3, 0, 0, 0]])
-    assert ngram_draft(history, torch.tensor([12]), 3).tolist() == [[40, 41, 2]]
-    history[0, 0] = 9
-    assert ngram_draft(history, torch.tensor([12]), 3).tolist() == [[50, 3, 60]]
-    history[0, [1, 5]] = 9
-    assert ngram_draft(history, torch.tensor([12]), 3).tolist() == [[60, 1, 2]]
-
-
-def test_a_draft_at_the_end_repeats_the_text_after_its_match():
-    history = torch.tensor([[5, 6, 7, 6, 7, 0, 0, 0, 0, 0], [8, 8, 0, 0, 0, 0, 0, 0, 0, 0]])
-    assert ngram_draft(history, torch.tensor([4, 1]), 5).tolist() == [[6, 7, 6, 7, 6], [8, 8, 8, 8, 8]]
-    assert ngram_draft(history, torch.tensor([0, 0]), 2).shape == (2, 2)
-
-
-def test_a_draft_needs_a_cache_of_all_tokens():
-    model = varied_gpt(replace(SMALL, window=4))
-    with pytest.raises(UserError, match=r"generate\.speculate needs a cache of all tokens, not of a window of 4"):
-        Decoder(model, 1, 24, GREEDY, options=GenerateConfig(speculate="ngram"))
 
 
 @pytest.mark.parametrize("new", [1, 5, 15])
@@ -265,7 +205,10 @@ def test_draws_vary_after_the_end_of_the_position_table():
     ("values", "message"),
     [
         ({"kv": "int4"}, "generate.kv=int4: choose auto, fp8"),
-        ({"speculate": "model"}, "generate.speculate=model: choose ngram, or null"),
+        (
+            {"speculate": "random"},
+            "generate.speculate=random: choose ngram, the checkpoint of a smaller model, or null",
+        ),
         ({"draft_tokens": 0}, r"generate.draft_tokens=0: it must be in \[1, 7\]"),
         ({"draft_tokens": 8}, r"generate.draft_tokens=8: it must be in \[1, 7\]"),
     ],
@@ -400,19 +343,6 @@ def test_captured_steps_name_the_token_whose_logits_are_not_finite(decode):
     with pytest.raises(NotFinite, match=r"^the logits of new token 18 of sequence 1 are not finite, "):
         streamed(decoder, idx, 20, lengths)
     assert streamed(decoder, idx, 2, lengths) == expected
-
-
-def test_a_draft_ends_at_a_token_whose_logits_are_not_finite(monkeypatch):
-    """In a step of several tokens, masked keys with NaN make earlier logits NaN too, so it names an earlier token."""
-    model, idx = varied_gpt(), prompt(1, 3)
-    decoder = Decoder(model, 1, 24, GREEDY, options=GenerateConfig(speculate="ngram", draft_tokens=3))
-    expected = streamed(decoder, idx, 4)
-    with torch.no_grad():
-        model.wpe.weight[12] = torch.nan
-    monkeypatch.setattr("model.generate.max_lag", lambda *_: 2)  # so two more steps follow it
-    with pytest.raises(NotFinite, match=r"^the logits of new token ([89]|1[01]) are not finite, "):
-        streamed(decoder, idx, 20)
-    assert streamed(decoder, idx, 4) == expected
 
 
 def test_a_launch_after_logits_that_are_not_finite_begins_with_an_id(monkeypatch):

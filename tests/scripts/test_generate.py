@@ -32,19 +32,20 @@ WAY = "forward/ms", "forward/ms/p20", "forward/ms/p80"
 RANDOM = "checkpoint=random", "model=tiny", "model.n_layer=1", "model.n_embd=16", "model.n_head=2"
 
 
-def save_model(folder, spread=1.0, nan_position=None):
-    """Write a model in nanoGPT's format, which needs no transformers, to ckpt.pt.
+def save_model(folder, spread=1.0, nan_position=None, name="ckpt.pt", **other):
+    """Write a model in nanoGPT's format, which needs no transformers. `other` are fields of its GPTConfig.
 
     The embeddings of the positions from `nan_position` on are NaN.
     """
-    model = varied_gpt(CONFIG, spread=spread)
+    config = replace(CONFIG, **other)
+    model = varied_gpt(config, spread=spread)
     if nan_position is not None:
         with torch.no_grad():
             model.wpe.weight[nan_position:] = torch.nan
     state = {f"transformer.{name}": weight for name, weight in model.state_dict().items()}
-    sizes = {key: getattr(CONFIG, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
+    sizes = {key: getattr(config, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
     contents = {"model": {**state, "lm_head.weight": model.wte.weight}, "model_args": sizes}
-    torch.save(contents, folder / "ckpt.pt")
+    torch.save(contents, folder / name)
 
 
 @pytest.fixture
@@ -195,6 +196,69 @@ def test_a_draft_does_not_change_the_texts(command, sampling):
     assert command(*arguments, "out_dir=plain")[0] == 0
     assert command(*arguments, "generate.speculate=ngram", "out_dir=drafted")[0] == 0
     assert samples("drafted") == samples("plain")
+
+
+@pytest.mark.parametrize("source", ["ngram", "small.pt"])
+def test_the_row_of_a_draft_has_its_gain_and_counts_both_models(command, tmp_path, source):
+    """A step reads the weights of the model once, and those of a draft model four times, as the draft has four tokens.
+
+    On a CPU in fp32 the text is the same. The predicted memory is that of both models.
+    """
+    save_model(tmp_path, name="small.pt", n_layer=1)
+    words = "prompts=lines.txt", "max_new_tokens=40", "temperature=0"
+    Path("lines.txt").write_text("ababababab\nxyz\n")
+    assert command(*words, "out_dir=plain")[0] == 0
+    code, out, err = command(*words, "proof=true", f"generate.speculate={source}", "out_dir=run")
+    assert (code, err) == (0, "")
+    assert samples("run") == samples("plain")
+    result, plain = row(), row("plain")
+    assert result["gen/tokens"] == plain["gen/tokens"] == 40  # no text stopped
+    assert result["gen/same_tokens"] == 1
+    assert result["gen/speedup"] > 0
+    assert f"drafts   {result['gen/speedup']:.2f}x the " in out
+    assert 1 <= result["gen/accepted_tokens"] <= 5
+    least = [each["gen/bandwidth_utilisation"] * each["gen/step_ms"] * 1e7 for each in (result, plain)]
+    measured = [each["mem/weights_gib"] * 2**30 for each in (result, plain)]
+    assert result["memory"]["predicted"]["weights"] == pytest.approx(result["mem/weights_gib"])
+    assert result["memory"]["predicted"]["kv_cache"] == pytest.approx(result["mem/kv_cache_gib"])
+    if source == "ngram":
+        assert (least[0], measured[0]) == pytest.approx((least[1], measured[1]))
+        return
+    config = replace(CONFIG, n_layer=1)
+    small, cache = 4 * cost.parameters(config), cost.kv_cache_bytes(config, 1, 13 + 2 * 20, torch.float32)
+    assert measured[0] == pytest.approx(measured[1] + small)
+    assert least[0] == pytest.approx(least[1] + 4 * (cost.decode_bytes(config, 0, 0, torch.float32) + cache))
+    assert result["draft"] == {"source": "small.pt", "parameters": cost.parameters(config)}
+    assert "drafts by small.pt: 0.0M" in out
+
+
+@pytest.mark.parametrize(
+    ("other", "word", "message"),
+    [
+        ({}, "none.pt", "none.pt"),
+        ({"block_size": 20}, "small.pt", "has 20 positions, and the texts up to 42"),
+        ({"vocab_size": 200}, "small.pt", "small.pt"),
+    ],
+)
+def test_a_draft_model_that_does_not_fit_is_one_line(command, tmp_path, other, word, message):
+    save_model(tmp_path, name="small.pt", n_layer=1, **other)
+    code, _, err = command("prompt=ab", "max_new_tokens=40", f"generate.speculate={word}")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(command, monkeypatch):
+    other = Bytes()
+    other.name = "other"
+    tokenizers = [Bytes(), other]
+    monkeypatch.setattr("model.pretrained.tokenizer_of", lambda *_: tokenizers.pop(0))
+    code, _, err = command("prompt=ab", "generate.speculate=ckpt.pt")
+    assert (code, err) == (
+        1,
+        "error: generate.speculate=ckpt.pt has the tokenizer other, and the model bytes: choose a model with the same "
+        "tokenizer\n",
+    )
 
 
 def test_an_fp8_cache_takes_a_quarter_of_fp32(command):
