@@ -5,8 +5,10 @@ versions. PyTorch has no public names for what this file imports from modules wi
 """
 
 import ctypes
+import hashlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,13 @@ from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode  # noqa: F401
 
 from common.files import read_text
+from kernels.lookup import KernelError
+from kernels.tuned import user_cache
+
+CUTLASS_MODE = "max-autotune-cutlass"
+# CUTLASS 4.2 has 52 kernels for a product in bf16, and nvcc compiles each. These are the six with large tiles, and with
+# clusters of two blocks, as cuBLAS's nvjet kernels have. The epilogue through shared memory (tma) is the usual one
+CUTLASS_TILES = r"_(128x128|128x256|256x128)x64_2x1x1_.*align\d+_warpspecialized_(cooperative|pingpong)_epi_tma"
 
 
 def is_observed() -> bool:
@@ -49,15 +58,49 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def inductor_options(mode: str = "default") -> dict[str, Any]:
-    """Return torch.compile's options for `mode`. They also pass a Python float to a Triton kernel as fp32.
+    """Return torch.compile's options for `mode`, one of COMPILE_MODES.
 
-    Triton itself passes fp32, but Inductor fp64. A tile times an fp64 scale is fp64, too: rung 12 of course/ did
-    not compile (torch 2.11). The import takes a second, which torch.compile needs anyway.
+    They also pass a Python float to a Triton kernel as fp32. Triton itself does so, but Inductor passes fp64. A tile
+    times an fp64 scale is fp64, too: rung 12 of course/ did not compile (torch 2.11). The import takes a second, which
+    torch.compile needs anyway.
     """
     from torch._inductor import config, list_mode_options
 
-    options, name = list_mode_options(mode), "_use_fp64_for_unbacked_floats"
+    if mode == CUTLASS_MODE:
+        options = list_mode_options("max-autotune-no-cudagraphs") | cutlass_options()
+    else:
+        options = list_mode_options(mode)
+    name = "_use_fp64_for_unbacked_floats"
     return options | {name: False} if hasattr(config, name) else options
+
+
+def cutlass_options() -> dict[str, Any]:
+    """Return Inductor's options that add CUTLASS's matmuls to the candidates of max-autotune.
+
+    Inductor reads a checkout of CUTLASS. The package nvidia-cutlass has the same files in other places, so a folder of
+    links takes the checkout's place. Raises KernelError if a part is missing. Inductor itself would only log it.
+    """
+    from torch._inductor import config
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    package, what = find_spec("cutlass_library"), f"kernels.compile_mode={CUTLASS_MODE}"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        raise KernelError(f"{what} has matmuls for Hopper GPUs only: choose max-autotune-no-cudagraphs")
+    if CUDA_HOME is None:
+        raise KernelError(f"{what} needs nvcc, CUDA's compiler: set CUDA_HOME to the CUDA toolkit")
+    if package is None or package.origin is None:
+        raise KernelError(f"{what} needs CUTLASS: pip install nvidia-cutlass")
+    source = Path(package.origin).parent
+    folder = user_cache() / "cutlass" / hashlib.sha256(str(source).encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    links = {"python": source.parent, "include": source / "source/include", "tools": source / "source/tools"}
+    for name, target in links.items():
+        with suppress(FileExistsError):
+            (folder / name).symlink_to(target)
+    group = "cutlass" if hasattr(config, "cutlass") else "cuda"  # before torch 2.12
+    options = {"cutlass_dir": str(folder), "cutlass_op_allowlist_regex": CUTLASS_TILES}
+    backends = {"max_autotune_gemm_backends": "ATEN,TRITON,CUTLASS"}
+    return backends | {f"{group}.{name}": value for name, value in options.items()}
 
 
 def shorten_operator_errors() -> None:

@@ -94,7 +94,7 @@ from kernels.names import (
 Ops = namedtuple("Ops", OPS)  # the function that computes each op: model/ is built from these
 
 
-COMPILE_MODES = "default", "max-autotune-no-cudagraphs"
+COMPILE_MODES = "default", "max-autotune-no-cudagraphs", compat.CUTLASS_MODE
 
 
 class Unavailable(KernelError):

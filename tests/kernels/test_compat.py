@@ -2,7 +2,10 @@
 
 import ctypes
 import inspect
+import itertools
+import re
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +19,7 @@ from torch._inductor.virtualized import V
 from torch.cuda._utils import _CudaKernel
 
 from kernels import compat
-from kernels.registry import COMPILE_MODES
+from kernels.registry import COMPILE_MODES, KernelError
 from lab.bench.machine import read_tested_versions
 from runtime.compiling import graphs
 
@@ -140,7 +143,65 @@ def test_inductor_options_pass_floats_as_fp32():
         assert inductor_type_of_a_float() == "fp32", "the option has no effect: change inductor_options()"
 
 
-def test_every_mode_has_options_of_inductor():
+@pytest.fixture
+def cutlass(monkeypatch, tmp_path):
+    """A Hopper GPU, a CUDA toolkit, and files as in the package nvidia-cutlass 4.2."""
+    for name in ("__init__.py", "generator.py", "source/include/cutlass/cutlass.h", "source/tools/util/util.h"):
+        path = tmp_path / "site/cutlass_library" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/cuda")
+
+
+def test_cutlass_is_a_candidate_with_the_files_of_its_package(cutlass, tmp_path):
+    """Inductor looks for a checkout: python/cutlass_library, include and tools. A second call finds the links."""
+    for _ in range(2):
+        options = compat.inductor_options(compat.CUTLASS_MODE)
+    assert options["max_autotune"]
+    assert options["max_autotune_gemm_backends"] == "ATEN,TRITON,CUTLASS"
+    [folder] = [Path(value) for name, value in options.items() if name.endswith(".cutlass_dir")]
+    assert folder.is_relative_to(tmp_path / "cache/hotswap")
+    for name in ("python/cutlass_library/generator.py", "include/cutlass/cutlass.h", "tools/util/util.h"):
+        assert (folder / name).is_file()
+
+
+def test_the_tiles_of_cutlass_are_six_of_its_names():
+    """Names of CUTLASS 4.2's kernels for x @ W.T in bf16 on Hopper, as its generator makes them."""
+    tiles = "64x256x64", "128x128x64", "128x256x64", "256x128x64", "256x256x64"
+    schedules = [
+        f"{kind}_epi_{end}"
+        for kind in ("warpspecialized_pingpong", "warpspecialized_cooperative", "stream_k_warpspecialized_cooperative")
+        for end in ("tma", "nosmem")
+    ]
+    names = [
+        f"cutlass3x_sm90_tensorop_gemm_bf16_bf16_f32_void_bf16_{tile}_{cluster}_0_tnn_align8_{schedule}"
+        for tile, cluster, schedule in itertools.product(tiles, ("2x1x1", "1x2x1"), schedules)
+    ]
+    chosen = [name for name in names if re.search(compat.CUTLASS_TILES, name)]
+    assert len(chosen) == 6
+    assert all("stream_k" not in name and "nosmem" not in name for name in chosen)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("torch.cuda.is_available", lambda: False, "has matmuls for Hopper GPUs only: choose max-autotune-no-cudag"),
+        ("torch.cuda.get_device_capability", lambda: (8, 0), "has matmuls for Hopper GPUs only: choose max-autotune"),
+        ("torch.utils.cpp_extension.CUDA_HOME", None, "needs nvcc, CUDA's compiler: set CUDA_HOME to the CUDA toolkit"),
+        ("kernels.compat.find_spec", lambda name: None, "needs CUTLASS: pip install nvidia-cutlass"),
+    ],
+)
+def test_a_missing_part_of_cutlass_is_named(cutlass, monkeypatch, place, value, message):
+    monkeypatch.setattr(place, value)
+    with pytest.raises(KernelError, match=f"^kernels.compile_mode=max-autotune-cutlass {message}"):
+        compat.inductor_options(compat.CUTLASS_MODE)
+
+
+def test_every_mode_has_options_of_inductor(cutlass):
     options = {mode: compat.inductor_options(mode) for mode in COMPILE_MODES}
     assert options["max-autotune-no-cudagraphs"].items() >= {"max_autotune": True}.items()
     assert [name for name, each in options.items() if "max_autotune" not in each] == ["default"]

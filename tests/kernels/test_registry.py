@@ -135,7 +135,7 @@ def test_labels_of_choices():
 @pytest.mark.parametrize(
     ("compiles", "mode", "message"),
     [
-        (True, "fast", "kernels.compile_mode=fast: choose default, max-autotune-no-cudagraphs"),
+        (True, "fast", "kernels.compile_mode=fast: choose default, max-autotune-no-cudagraphs, max-autotune-cutlass"),
         (
             True,
             "max-autotune",
