@@ -38,7 +38,7 @@ rungs() {
     part decoding -m scripts.generate +sweep=decoding_rungs checkpoint=random
 }
 # The first tables of results/README.md. On an H200, by the times of its rows: ladder 17 minutes (5.5, 2.5 and 2.5 for
-# the rungs, 3.5 for decoding, 1.5 for each search), ladder_models 16 (4 for torch.compile of 1558M), ladder_peers 8
+# the rungs, 3.5 for decoding, 1.5 for each search), ladder_models 19 (4 for torch.compile of 1558M), ladder_peers 8
 ladder() {
     part rungs-three-times train.py +sweep=rungs sweep.repeats=3
     part decoding -m scripts.generate +sweep=decoding_rungs checkpoint=random

@@ -9,6 +9,7 @@ from lab.sweep.compare import is_generation, peer_name, sequences
 from model.config import GPTConfig
 
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
+SMALLEST = 1e8  # parameters: a model of a few million measures the host
 NAMED_OPS = ops_with_a_choice()
 
 

@@ -44,7 +44,10 @@ def save(figure, path: Path) -> Path:
 
 
 def draw_figures(figures: list[Figure | None], path: Path) -> list[Path]:
-    """Draw figures side by side; bars share their categories. Return [path], or [] if no figure has points."""
+    """Draw figures side by side. Return [path], or [] if no figure has points.
+
+    Bars share their categories, and bars of one unit also their scale.
+    """
     figures = [figure for figure in figures if figure]
     if not figures:
         return []
@@ -52,7 +55,9 @@ def draw_figures(figures: list[Figure | None], path: Path) -> list[Path]:
     categories = dict.fromkeys(point.y for point in first.series[0].points) if first.row else ()
     sizes = {"figsize": (13, 1 + 0.55 * len(categories)) if first.row else (6.5 * len(figures) + 1.5, 5.5)}
     if first.row:
-        sizes |= {"sharey": "row", "width_ratios": [3] + [2] * (len(figures) - 1)}
+        of_one_unit = len({figure.x for figure in figures}) == 1
+        first_width = 1 if of_one_unit else 1.5
+        sizes |= {"sharex": of_one_unit, "sharey": "row", "width_ratios": [first_width] + [1] * (len(figures) - 1)}
     if first.below:
         sizes |= {"sharex": "col", "height_ratios": [3, 2]}
     drawing, axes = subplots(2 if first.below else 1, len(figures), squeeze=False, **sizes)

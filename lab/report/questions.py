@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lab import rows as results
 from lab.report.colours import CHOICE_COLOURS, assign_colours
-from lab.report.describe import commit, kernels_cell
+from lab.report.describe import SMALLEST, commit, kernels_cell
 from lab.report.peers import rounds_on_purpose
 from lab.report.plot import Figure, Point, Series, figure
 from lab.report.png import draw_figures
@@ -25,7 +25,8 @@ from lab.sweep.compare import peer_name, ratio
 from lab.sweep.table import PEAK, Cell, median_speed, number_cell, shown_run, speed, speed_cell, token_ms_cell
 
 MOST, MOST_MODELS = 5, 4  # rows and models of a table
-SMALLEST = 1e8  # parameters: a model of a few million measures the host
+# The first models that were measured are shown, in this order: the default, published shapes, and a large one
+MODELS = MODEL, "smollm2_135m", "gpt2_1558m", "modern_124m", "gpt2_350m"
 # (kernels_cell(), attention, precision) -> the name of the choice in these tables
 CHOICES = {
     ("eager", "sdpa", "bf16"): "eager PyTorch",
@@ -40,9 +41,11 @@ MIXED = {
     "attn=gluon kernels.glu=triton kernels.loss=triton kernels=gluon precision=fp8": "fp8",
     "attn=gluon kernels.rms_norm=triton_recompute kernels.rope=triton_recompute kernels=gluon precision=bf16": LEAN,
 }
-BASELINE = "torch.compile"
+BASELINE, BASELINE_SEARCH = "torch.compile", "compile, sdpa"  # the second is a search_label()
 NOT_MEASURED = "Not measured yet: `scripts/measure.sh ladder`."
 NAMES = list(dict.fromkeys([*CHOICES.values(), *MIXED.values()]))
+FASTEST = [name for name in NAMES if name != LEAN]  # the choices of the first table, and of the second
+LEANEST = [name for name in NAMES if name != "fp8"]  # fp8 needs 1% less than bf16
 COLOURS = dict(zip(NAMES, CHOICE_COLOURS, strict=False))
 Runs = dict[str, list[dict]]  # name of a choice -> its runs of a sitting
 
@@ -74,7 +77,10 @@ def batch(row: dict) -> str:
 
 
 def columns(device: str) -> dict[str, Runs]:
-    """Return model -> the runs of its sitting, small models first. Runs of another system have its name."""
+    """Return model -> the runs of its sitting, in the order of MODELS, then small models first.
+
+    A model whose torch.compile was not measured comes last. Runs of another system have its name.
+    """
     sittings: dict[tuple, Runs] = {}
     for folder in folders(device):
         for row in results.read_rows(folder):
@@ -85,7 +91,12 @@ def columns(device: str) -> dict[str, Runs]:
     for (model, *_), runs in sittings.items():
         if measured(runs) and (model not in best or rank(runs) > rank(best[model])):
             best[model] = runs
-    return dict(sorted(best.items(), key=lambda item: first_row(item[1])["parameters"])[:MOST_MODELS])
+
+    def order(model: str) -> tuple:
+        place = MODELS.index(model) if model in MODELS else first_row(best[model])["parameters"]
+        return BASELINE not in measured(best[model]), model not in MODELS, place
+
+    return {model: best[model] for model in sorted(best, key=order)[:MOST_MODELS]}
 
 
 def measured(runs: Runs) -> list[str]:
@@ -106,17 +117,21 @@ def training_table(
     name: str,
     alt: str,
     choices: list[str],
-    value: Callable[[list[dict]], float],
+    value: Callable[[list[dict], Runs], float],
     cell: Callable[[list[dict], Runs], str],
 ) -> str:
     """Return a picture, where it was measured, and a table: a line for each of `choices`, and a column for each model.
 
-    `name` is the picture's file, and `alt` its text. `value` is of a choice's runs, higher if better. The best cell of
-    a column is bold.
+    `name` is the picture's file, and `alt` its text. `value` is of a choice's runs and all runs of the model, higher if
+    better. The best cell of a column is bold.
     """
     found, lines = columns(device), []
     shown = {model: [choice for choice in measured(runs) if choice in choices] for model, runs in found.items()}
-    best = {model: max(names, key=lambda name: value(found[model][name])) for model, names in shown.items() if names}
+    best = {
+        model: max(names, key=lambda name: value(found[model][name], found[model]))
+        for model, names in shown.items()
+        if names
+    }
     for choice in choices:
         cells = []
         for model, runs in found.items():
@@ -136,19 +151,36 @@ def answer(device: str, name: str, alt: str, where: str, table: str) -> str:
 
 
 def place(found: dict[str, Runs]) -> str:
-    """Return a sentence: the batch, the GPU, the commit and the date, of each column if they differ."""
+    """Return the batch and the GPU, and the commit and the date, once for all models that have the same."""
     rows = {model: first_row(runs) for model, runs in found.items()}
-    times = {model: f"{batch(row)} tokens a step on {sitting_text(row)}" for model, row in rows.items()}
-    if len(set(times.values())) <= 1:
-        return f"{next(iter(times.values()), '')}."
-    columns = "; ".join(f"`{model}`: {time}" for model, time in times.items())
-    return f"All rows of a column were measured in one sitting: compare within a column. {columns}."
+    works = grouped({model: f"{batch(row)} tokens a step on {gpu_text(row)}" for model, row in rows.items()})
+    times = grouped({model: time_of(row) for model, row in rows.items()})
+    if len({time_of(row) for row in rows.values()}) == 1:
+        return f"{works}, commit {times}."
+    return f"{works}. All rows of a column were measured in one sitting: compare within a column. Commits: {times}."
+
+
+def grouped(texts: dict[str, str]) -> str:
+    """Return each text with its models: "one (`gpt2_124m`); two (`gpt2_350m`)"; a single text is bare."""
+    models: dict[str, list[str]] = {}
+    for model, text in texts.items():
+        models.setdefault(text, []).append(f"`{model}`")
+    if len(models) == 1:
+        return next(iter(models))
+    return "; ".join(f"{text} ({', '.join(names)})" for text, names in models.items())
 
 
 def sitting_text(row: dict) -> str:
     """Return "one H200, commit af0db6f, 2026-11-27"."""
-    gpu = markdown_text(row["env"]["device"].removeprefix("NVIDIA "))
-    return f"one {gpu}, commit {commit(row)}, {row['started'][:10]}"
+    return f"{gpu_text(row)}, commit {time_of(row)}"
+
+
+def gpu_text(row: dict) -> str:
+    return f"one {markdown_text(row['env']['device'].removeprefix('NVIDIA '))}"
+
+
+def time_of(row: dict) -> str:
+    return f"{commit(row)}, {row['started'][:10]}"
 
 
 def of_baseline(runs: list[dict], base: list[dict]) -> str:
@@ -157,14 +189,19 @@ def of_baseline(runs: list[dict], base: list[dict]) -> str:
     return f", {text}" if text else ""
 
 
+def comparable_speed(runs: list[dict], all_runs: Runs) -> float:
+    """Return the ratio to torch.compile, so that the order follows the ratios; without its speed, the tokens/s."""
+    base = [run for run in all_runs.get(BASELINE, ()) if speed(run)]
+    return ratio(runs, base).value if base else median_speed(runs)
+
+
 def fastest(device: str) -> str:
     """Return the tokens/s of each choice and model, and beside torch.compile's; then the other systems of a sitting."""
 
     def cell(own: list[dict], runs: Runs) -> str:
         return f"{median_speed(own):,.0f}{of_baseline(own, runs.get(BASELINE, []))}"
 
-    choices = [name for name in NAMES if name != LEAN]
-    parts = training_table(device, "fastest", "tokens/s of each choice", choices, median_speed, cell), peers(device)
+    parts = training_table(device, "fastest", "tokens/s of each choice", FASTEST, comparable_speed, cell), peers(device)
     return "\n\n".join(filter(None, parts))
 
 
@@ -172,10 +209,10 @@ def peers(device: str) -> str:
     """Return a line for each other system that was measured in a model's sitting, beside our fastest in bf16."""
     lines = []
     for model, runs in columns(device).items():
-        exact = [name for name in measured(runs) if "fp8" not in name and name != LEAN]
+        exact = [name for name in measured(runs) if name in FASTEST and name in LEANEST]
         for name, others in runs.items():
             if exact and name not in NAMES and any(map(speed, others)):
-                ours = max(exact, key=lambda own: median_speed(runs[own]))
+                ours = max(exact, key=lambda own: comparable_speed(runs[own], runs))
                 precision, ratio_text = shown_run(others)["config"]["precision"], of_baseline(runs[ours], others)
                 lines.append(
                     f"- `{model}`: {markdown_text(name)} in {precision} reaches {median_speed(others):,.0f} tokens/s "
@@ -196,15 +233,18 @@ def memory(device: str) -> str:
         base = runs.get(BASELINE)
         return f"{peak(own):.1f} GiB" + (f", {peak(own) / peak(base):.2f}x" if base and own is not base else "")
 
-    choices = [name for name in NAMES if "fp8" not in name]  # fp8 needs 1% less than bf16
-    return training_table(device, "memory", "peak GiB of each choice", choices, lambda runs: -peak(runs), cell)
+    return training_table(device, "memory", "peak GiB of each choice", LEANEST, lambda runs, _: -peak(runs), cell)
 
 
 def searches(device: str) -> list[dict]:
-    """Return the newest search for the longest training T of each choice, the longest T first."""
+    """Return the newest search for the longest training T of each choice, the longest T first.
+
+    torch.compile's is always among them, because the others stand beside it.
+    """
     rows = [row for folder in folders(device) for row in results.read_rows(folder, "context")]
     newest = {search_label(row): row for row in sorted(rows, key=lambda row: row["started"]) if longest_t(row)}
-    return sorted(newest.values(), key=lambda row: -longest_t(row))[:MOST]
+    shown = sorted(newest, key=lambda name: (name != BASELINE_SEARCH, -longest_t(newest[name])))[:MOST]
+    return sorted((newest[name] for name in shown), key=lambda row: -longest_t(row))
 
 
 def search_label(row: dict) -> str:
@@ -225,18 +265,25 @@ def longest_t(row: dict) -> int:
 
 
 def seconds_cell(row: dict) -> str:
-    """Return the seconds of a step with full attention, which may be extrapolated from shorter sequences."""
+    """Return the time of a step with full attention, which may be extrapolated from shorter sequences."""
     if full := row.get("context/train/seconds_of_full_attention"):
-        return f"{full:,.0f} (extrapolated)"
-    return f"{row['context/train/seconds']:,.0f}"
+        return f"{time_text(full)} (extrapolated)"
+    return time_text(row["context/train/seconds"])
+
+
+def time_text(seconds: float) -> str:
+    """Return "35 s", "24 minutes" or "3.0 hours"."""
+    if seconds < 120:
+        return f"{seconds:,.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 LONGEST: dict[str, Cell] = {
     "choice": search_label,
     "longest T": lambda row: f"**{longest_t(row):,}**",
-    "s a step": seconds_cell,
+    "a step takes": seconds_cell,
     "GiB": number_cell("{:.1f}", "context/train/peak_gib"),
-    "commit": lambda row: f"{commit(row)}, {row['started'][:10]}",
+    "commit": time_of,
 }
 
 
@@ -282,8 +329,13 @@ def draw_questions(device: str) -> list[Path]:
     """Draw fastest.png, memory.png, longest.png and decoding.png of a device; return those that have rows."""
     found, folder = columns(device), results.RESULTS / device
     own = {model: {name: runs[name] for name in measured(runs)} for model, runs in found.items()}
-    speeds = [bars(model, "tokens/s", runs, median_speed) for model, runs in own.items()]
-    peaks = [bars(model, "peak GiB", runs, peak) for model, runs in own.items()]
+
+    def draw(x: str, choices: list[str], value: Callable[[list[dict]], float]) -> list[Figure | None]:
+        return [
+            bars(model, x, {name: runs[name] for name in runs if name in choices}, value) for model, runs in own.items()
+        ]
+
+    speeds, peaks = draw("tokens/s", FASTEST, median_speed), draw("peak GiB", LEANEST, peak)
     lengths = {search_label(row): [row] for row in searches(device)}
     drawn = draw_figures(full_first(speeds), folder / "fastest.png")
     drawn += draw_figures(full_first(peaks), folder / "memory.png")

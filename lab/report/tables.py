@@ -13,6 +13,7 @@ from lab import rows as results
 from lab.bench import support
 from lab.bench.op import UNITS
 from lab.report.describe import (
+    SMALLEST,
     attention_cell,
     attention_groups,
     attention_settings,
@@ -103,13 +104,18 @@ def session_tables(
     """Return a table for each title with the newest rows of each choice, session by session, fastest first.
 
     All rows are of training, or all of generation. `of compile` compares a choice with compile + sdpa of its session.
-    A column without a cell is left out. Without rows there is no table.
+    A column without a cell is left out. Models below SMALLEST come last. Without rows there is no table.
     """
     figures = figure_columns(rows) if rows else {}
     newest_first = reversed(sessions(newest_choices(rows)).items())
     groups: dict[str, list[list[str]]] = {}
-    # a key of sessions() ends with the commit; the sort is stable, so sessions of equal settings stay newest first
-    for _, session in sorted(newest_first, key=lambda item: item[0][:-1]):
+
+    def order(session: tuple) -> tuple:
+        key, rows = session
+        return (rows[0].get("parameters") or SMALLEST) < SMALLEST, *key[:-1]  # without the commit
+
+    # the sort is stable, so sessions of equal settings stay newest first
+    for _, session in sorted(newest_first, key=order):
         choices: dict[tuple, list[dict]] = {}
         for row in session:
             choices.setdefault(choice_key(row), []).append(row)

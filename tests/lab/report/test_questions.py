@@ -3,7 +3,7 @@
 from lab import rows as lab_rows
 from lab.report import questions
 from lab.report.presets import presets
-from lab.report.questions import CHOICES, decoding, draw_questions, fastest, label, longest, memory
+from lab.report.questions import CHOICES, decoding, draw_questions, fastest, label, longest, memory, time_text
 from tests.lab.report.sample_rows import ENV, make_config, make_context_row, make_generation_row, make_row
 from tests.lab.report.test_report import cells
 
@@ -73,9 +73,29 @@ def test_repeats_have_an_interval_and_columns_of_other_sittings_are_named(result
     assert head == ["choice", "gpt2_124m", "gpt2_350m"]
     assert gluon[1].startswith("600, 1.200x (1.19")
     assert [eager[2], compiled[2], triton[2], gluon[2], fp8[2]] == ["", "", "oom", "**200**", ""]
-    columns = {"gpt2_124m": "aaaaaaa, 2026-11-27", "gpt2_350m": "bbbbbbb, 2026-11-26"}
-    places = [f"`{model}`: 64 x 1024 tokens a step on one H200, commit {where}" for model, where in columns.items()]
-    assert f"compare within a column. {'; '.join(places)}.\n\n" in text
+    commits = "aaaaaaa, 2026-11-27 (`gpt2_124m`); bbbbbbb, 2026-11-26 (`gpt2_350m`)"
+    assert "64 x 1024 tokens a step on one H200. All rows of a column were" in text
+    assert f"compare within a column. Commits: {commits}.\n\n" in text
+
+
+def test_the_models_that_a_reader_knows_are_shown_and_those_without_torch_compile_come_last(results):
+    """Of five models, four are shown. SmolLM2 has more parameters than GPT-2 124M, and 1558M no torch.compile."""
+    for model in ("gpt2_350m", "gpt2_774m", "smollm2_135m", "gpt2_124m"):
+        keep(results, "h200-rungs", [make_run(name, speed, model) for name, speed in SPEEDS.items()])
+    keep(results, "h200-fp8", [make_run("gluon", 100, "gpt2_1558m")])
+    assert table(fastest("h200"))[0] == ["choice", "gpt2_124m", "smollm2_135m", "gpt2_350m", "gpt2_774m"]
+
+
+def test_the_best_choice_has_the_highest_ratio(results):
+    """It is the median over the same steps. triton has more tokens/s, because gluon paused, where torch.compile did."""
+    base, ours, other = (make_run(name, 100) for name in ("torch.compile", "gluon", "triton"))
+    base["perf/laps_s"] = [1.0, 1.0, 1.0, 3.0, 3.0]
+    ours |= {"perf/laps_s": [0.5, 0.5, 0.5, 1.5, 1.5], "perf/tokens_per_sec": 200}
+    other |= {"perf/laps_s": [0.6, 0.6, 0.6, 0.6, 0.6], "perf/tokens_per_sec": 210}
+    keep(results, "h200-rungs", [base, ours, other])
+    cells = {line[0]: line[1] for line in table(fastest("h200"))[1:]}
+    assert cells["gluon"] == "**200, 2.000x**"
+    assert cells["triton"].startswith("210, 1.6")
 
 
 def test_memory_is_the_largest_peak_beside_torch_compiles(results):
@@ -113,7 +133,7 @@ def test_another_system_of_the_sitting_stands_beside_our_fastest_exact_choice(re
 
 
 def test_the_longest_contexts_are_the_newest_of_each_choice(results):
-    """The fifth is the last. A search in generation alone is not there."""
+    """There are five, and torch.compile's is always one of them. A search in generation alone is not there."""
 
     def search(longest, day, kernels="eager", **model):
         row = make_context_row(kernels, "sdpa", longest, None, **model)
@@ -127,14 +147,20 @@ def test_the_longest_contexts_are_the_newest_of_each_choice(results):
         search(None, 22, "triton", checkpointing="host"),
     ]
     keep(results, "h200", [*blocks, extrapolated, *others], "context")
-    keep(results, "h200-rungs", [search(500, 24, "compile"), search(400, 24, "triton+compile")], "context")
+    keep(results, "h200-rungs", [search(500, 24, "compile"), search(600, 24, "triton+compile")], "context")
     text = longest("h200")
     assert [line[:4] for line in table(text)[1:]] == [
-        ["triton, sdpa", "**9,000**", "1,234 (extrapolated)", "131.0"],
-        ["checkpointing=host", "**5,000**", "38", "131.0"],
-        ["checkpointing=block", "**2,000**", "38", "131.0"],
-        ["eager, sdpa", "**1,000**", "38", "131.0"],
-        ["compile, sdpa", "**500**", "38", "131.0"],
+        ["triton, sdpa", "**9,000**", "21 minutes (extrapolated)", "131.0"],
+        ["checkpointing=host", "**5,000**", "38 s", "131.0"],
+        ["checkpointing=block", "**2,000**", "38 s", "131.0"],
+        ["eager, sdpa", "**1,000**", "38 s", "131.0"],
+        ["compile, sdpa", "**500**", "38 s", "131.0"],
+    ]
+    assert [time_text(seconds) for seconds in (119.4, 120, 7199, 10_737)] == [
+        "119 s",
+        "2 minutes",
+        "120 minutes",
+        "3.0 hours",
     ]
     assert "\n\nThe rows are of several sittings, each on one H200: the last column names them.\n\n" in text
     assert [line[4] for line in table(text)[1:]][:2] == ["2222222, 2026-11-22", "2323232, 2026-11-23"]
