@@ -33,8 +33,15 @@ TEXT = {
         "When a longer start pays off",
         "Seconds since the start. A ring marks the step from which on a choice is ahead of its baseline.",
     ),
-    "batches": ("Generation: speed against batch", "New tokens a second, of all sequences together."),
-    "prompts": ("Generation: speed against context", "New tokens a second, after prompts of this length."),
+    "batches": (
+        "Generation: speed against batch",
+        "New tokens a second, of all sequences together. Below: the speed as a share of the bound, a step that only "
+        "reads the weights and the KV cache.",
+    ),
+    "prompts": (
+        "Generation: speed against context",
+        "New tokens a second, after prompts of this length. Below: the speed as a share of the bound.",
+    ),
     "decoding": ("Where the time of a decoding step goes", "One profiled step. Idle: no kernel runs."),
 }
 
@@ -204,9 +211,9 @@ def payback_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | N
 def generation_figure(
     choices: list[Choice], colours: dict[str, str], setting: str, value: Callable[[dict], int], x: str
 ) -> Figure | None:
-    """Return the tokens/s over the setting that identifying_settings() calls `setting`. value(row) is its number.
+    """Return the tokens/s, and below it the share of the bound, over a setting. value(row) is its number.
 
-    A line needs two values of the setting. Lines of one colour have different symbols.
+    `setting` is its name in identifying_settings(). A line needs two values. Lines of one colour differ in symbols.
     """
     settings = [identifying_settings(choice) for choice in choices]
     titles = [choice.name for choice in choices]
@@ -217,13 +224,19 @@ def generation_figure(
     lines: dict[str, list[Choice]] = {}
     for title, choice in zip(titles, choices, strict=True):
         lines.setdefault(title, []).append(choice)
-    series, used = [], []
+    series, shares, used = [], [], []
     for title, members in lines.items():
         if len({value(choice.row) for choice in members}) > 1:
             colour = colours[members[0].name]
             symbol = SYMBOLS[used.count(colour) % len(SYMBOLS)]
             used.append(colour)
+            members = sorted(members, key=lambda choice: value(choice.row))
             points = [choice_point(choice, value(choice.row), choice.speed, symbol=symbol) for choice in members]
-            points.sort(key=lambda point: point.x)
             series.append(Series(title, "lines+markers", points, colour))
-    return figure(x, "tokens/s", series, octaves=0.2, log={"y": "D2"})
+            bounds = [(choice, choice.row.get("gen/bandwidth_utilisation")) for choice in members]
+            points = [
+                choice_point(choice, value(choice.row), 100 * share, symbol=symbol) for choice, share in bounds if share
+            ]
+            if points:
+                shares.append(Series(title, "lines+markers", points, colour))
+    return figure(x, "tokens/s", series, below=shares, y_below="% of the bound", octaves=0.2, log={"y": "D2"})

@@ -131,9 +131,13 @@ def test_lines_over_batches_and_prompts_have_every_choice(tmp_path):
     assert len({trace["name"] for trace in panels["prompts"]}) == 6
     looks = [(trace["line"]["color"], trace["marker"]["symbol"]) for trace in panels["batches"]]
     assert len(set(looks)) == 6
+    measured = source.measured_generations
     for traces in (panels["batches"], panels["prompts"]):
-        speeds = [speed for trace in traces for speed in trace["y"]]
-        assert sorted(speeds) == sorted(choice.speed for choice in source.measured_generations)
+        speeds, shares = (
+            sorted(y for trace in traces if trace.get("yaxis") == axis for y in trace["y"]) for axis in (None, "y2")
+        )
+        assert speeds == sorted(choice.speed for choice in measured)
+        assert shares == pytest.approx(sorted(100 * each.row["gen/bandwidth_utilisation"] for each in measured))
     families = {trace["name"]: sum(trace["x"]) for trace in panels["decoding"]}
     receipts = [choice.row["receipt"] for choice in source.measured_generations]
     busy = sum(receipt["busy_ms"] for receipt in receipts)

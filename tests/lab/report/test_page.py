@@ -38,7 +38,8 @@ def drawn_traces(tab):
         """() => Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => [
             plot.parentElement.id,
             (plot.parentElement.classList.contains("empty") ? [] : plot.data).map(
-                ({ name, x, y, text, customdata, meta, marker }) => ({ name, x, y, text, customdata, meta, marker })),
+                ({ name, x, y, yaxis, text, customdata, meta, marker }) => (
+                    { name, x, y, yaxis, text, customdata, meta, marker })),
         ]))"""
     )
 
