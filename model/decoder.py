@@ -153,7 +153,9 @@ class Decoder:
         self.output = torch.ones(batch, 1 + width, dtype=torch.int64, device=device)
         if compiled:
             backend_of_step = inductor(compile_mode)
-            self.next_tokens = torch.compile(self.next_tokens, fullgraph=True, dynamic=False, backend=backend_of_step)
+            compiled_step = torch.compile(self.next_tokens, fullgraph=True, dynamic=False, backend=backend_of_step)
+            # Dynamo counts the graphs of all decoders together: one for each bucket and number of tokens
+            self.next_tokens = allow_graphs(512)(compiled_step)
 
     def _forward(self, tokens: Tensor, cache: Cache) -> Tensor:
         return self.model.forward(tokens, cache=cache._replace(keeps_fp8=self.keeps_fp8))
@@ -169,12 +171,16 @@ class Decoder:
             return window
         return -(-most // (BUCKET // 4)) * (BUCKET // 4)  # a multiple of 64; the rest is masked
 
+    @property
+    def decoders(self) -> "list[Decoder]":
+        """This decoder, and that of the draft model if there is one."""
+        return [self, self.drafter] if self.drafter else [self]
+
     def memory(self) -> dict[str, list[Tensor]]:
         """Return the tensors of `weights` and of `kv_cache`, also those of a draft model."""
-        decoders = [self, self.drafter] if self.drafter else [self]
         return {
-            "weights": [weight for each in decoders for weight in each.model.parameters()],
-            "kv_cache": [tensor for each in decoders for pair in each.kv for tensor in pair],
+            "weights": [weight for each in self.decoders for weight in each.model.parameters()],
+            "kv_cache": [tensor for each in self.decoders for pair in each.kv for tensor in pair],
         }
 
     def check_draft(self, config: GPTConfig, name: str) -> None:
@@ -182,13 +188,13 @@ class Decoder:
         ids, most = self.sampling.n_vocab, self.capacity + self.step_tokens - 1
         check(
             config.vocab_size >= ids,
-            f"generate.speculate={name} has {config.vocab_size} ids, and the texts have {ids}: choose a model with the "
+            f"generate.speculate={name} has {config.vocab_size} ids, and the tokenizer {ids}: choose a model with the "
             "same tokenizer",
         )
         check(
             config.pos != "learned" or config.block_size >= self.capacity,
-            f"generate.speculate={name} has {config.block_size} positions, and the texts up to {self.capacity}: choose "
-            "a model with more, or fewer new tokens",
+            f"generate.speculate={name} has {config.block_size} positions, and prompt and answer may need "
+            f"{self.capacity}: choose a model with more, or fewer new tokens",
         )
         check(
             config.window is None or config.window >= most,
@@ -270,9 +276,8 @@ class Decoder:
 
         The lengths are the powers of two from 16 on, and 1.5 times each of them: 16, 24, 32, 48, 64, ...
         """
-        most = min(self.rows, CHUNK)
-        if self.model.config.pos == "learned":
-            most = min(most, self.model.config.block_size)
+        configs = [each.model.config for each in self.decoders]
+        most = min([self.rows, CHUNK, *(config.block_size for config in configs if config.pos == "learned")])
         if not self.captures or length > most or batch * length > CAPTURED:
             return None
         padded = 16
@@ -298,15 +303,13 @@ class Decoder:
             return [self.rows]
         lengths = range(prompt, min(prompt + new_tokens - 1, self.capacity))  # before a step
         buckets = sorted({self.bucket(length + self.graph_tokens) for length in lengths})
-        # Dynamo counts the shapes of next_tokens() together, and a draft model has steps of two tokens and of one
-        with allow_graphs(len(buckets) * (3 if self.drafter else 1)):
-            for keys in buckets:
-                steps = partial(self._steps, keys, self.graph_tokens // self.step_tokens)
-                if self.tokens.is_cuda:
-                    self.graphs[keys] = self._capture(steps)
-                else:
-                    self.positions.zero_()
-                    steps()
+        for keys in buckets:
+            steps = partial(self._steps, keys, self.graph_tokens // self.step_tokens)
+            if self.tokens.is_cuda:
+                self.graphs[keys] = self._capture(steps)
+            else:
+                self.positions.zero_()
+                steps()
         self.length = 0
         return buckets
 

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain
 from numbers import Integral, Real
 
 import torch
@@ -71,7 +70,7 @@ def check_tokens(decoder: Decoder, new: list[list[int]], totals: list[int]) -> N
     wrong = [(done + tokens.index(NO_TOKEN) + 1, b) for b, (tokens, done) in sequences if NO_TOKEN in tokens]
     if not wrong:
         return
-    for tensor in chain(*decoder.kv):  # a later call multiplies masked rows by 0, and 0 * NaN is NaN
+    for tensor in decoder.memory()["kv_cache"]:  # a later call multiplies masked rows by 0, and 0 * NaN is NaN
         tensor.zero_()
     number, b = min(wrong)
     where = f" of sequence {b}" if len(new) > 1 else ""

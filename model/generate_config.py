@@ -11,9 +11,7 @@ DTYPES = {"auto": None, "fp8": FP8}  # generate.kv -> dtype of the cache; None: 
 @dataclass
 class GenerateConfig:
     kv: str = "auto"  # dtype of the KV cache: auto (the compute dtype) | fp8 (half of bf16's bytes)
-    speculate: str | None = (
-        None  # each step verifies a draft of the next tokens, from ngram or a checkpoint; null: none
-    )
+    speculate: str | None = None  # who drafts the next tokens, which each step verifies: ngram | a checkpoint
     draft_tokens: int = 4  # tokens of a draft, 1 to 7
 
     def __post_init__(self):

@@ -56,8 +56,8 @@ def model_draft(next_tokens: Callable, cache: Cache, history: Tensor, positions:
     """Return the `count` next tokens that a draft model draws, (B, count) int64.
 
     next_tokens(tokens, cache) -> (draws, logits) runs a step of it, and `cache` has its keys and values. history (B, L)
-    and positions (B,) are those of ngram_draft(). After a draft that was right to its end, the cache lacks the token
-    before the last one. So the first step reads both.
+    and positions (B,) are those of ngram_draft(). After a draft that was right to its end, the cache lacks the last two
+    tokens, so the first step reads both.
     """
     before = (positions - 1).clamp(min=0)  # a warm-up begins at position 0
     tokens, drafts = history.gather(1, before[:, None] + torch.arange(2, device=history.device)), []

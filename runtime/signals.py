@@ -59,6 +59,7 @@ class Signals:
         self.previous_handlers: dict = {}
         self.interrupts_handled = 0
         self.writer: int | None = None  # of the pipe that Python writes the numbers of signals into
+        self.answerer: threading.Thread | None = None
         self.record: Callable[[str], None] | None = None  # writes the status of the run that the thread ends
 
     def start_loop(self, record: Callable[[str], None]) -> None:
@@ -85,10 +86,13 @@ class Signals:
             signal.set_wakeup_fd(self.previous_writer)
             os.close(self.writer)  # ends the thread
             self.writer = None
-            self.answerer.join(2 * HANDLER_SECONDS)  # what it has to say is printed before the program ends
-        self.record = None  # the hook of os.fork() keeps this object, which would keep the run
-        for number, handler in self.previous_handlers.items():
-            signal.signal(number, handler)
+        try:
+            if self.answerer is not None:
+                self.answerer.join(2 * HANDLER_SECONDS)  # what it has to say is printed before the program ends
+        finally:  # a signal ends the wait
+            self.record = None  # the hook of os.fork() keeps this object, which would keep the run
+            for number, handler in self.previous_handlers.items():
+                signal.signal(number, handler)
         # Not after SIGTERM: scancel sends it, too, and SLURM itself requeues a preempted job
         resumable = isinstance(error, Stopped) and error.code == STOPPED and self.received == "SIGUSR1"
         if self.requeue and resumable and os.environ.get("RANK", "0") == "0":
@@ -114,7 +118,7 @@ class Signals:
         if self.writer is not None:
             signal.set_wakeup_fd(-1)
             os.close(self.writer)
-            self.writer = None
+            self.writer = self.answerer = None
 
     def _answer_interrupts(self, reader: int) -> None:
         """Answer each Ctrl-C whose number comes out of the pipe, until the pipe is closed."""

@@ -83,13 +83,13 @@ def main(cfg: Config) -> None:
         with explain_out_of_memory(recipe.name, "max_new_tokens, or choose precision=bf16"):
             answer_prompts(recipe, cfg.max_new_tokens, device, cfg.raw)
         return
-    options = recipe.source, recipe.sampling.n_vocab, recipe.tokenizer, cfg.seed
+    options = recipe.shortest, recipe.sampling.n_vocab, recipe.tokenizer, cfg.seed
     given = prompts.make_prompts(cfg.prompt, cfg.prompts, cfg.prompt_tokens, *options)
     # the row then has the number instead of null
-    cfg.max_new_tokens = prompts.fit_new_tokens(given, cfg.max_new_tokens, recipe.source)
+    cfg.max_new_tokens = prompts.fit_new_tokens(given, cfg.max_new_tokens, recipe.shortest)
     if cfg.proof:  # the proof needs a second token, even if the run has only one
         longest = prompts.longest_prompt(given)
-        prompts.check_room(len(longest.ids) + 1, f"{longest.where} and a token for proof=true", recipe.source)
+        prompts.check_room(len(longest.ids) + 1, f"{longest.where} and a token for proof=true", recipe.shortest)
     chosen = [prompt for prompt in given for _ in range(cfg.batch)]
     if cfg.prompts is None and cfg.prompt_tokens is None:
         cfg.prompt = given[0].text  # on a terminal, the command of the row would ask for a prompt without it

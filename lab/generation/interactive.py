@@ -34,8 +34,8 @@ def answer_prompts(recipe: GenerationRecipe, max_new_tokens: int | None, device:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives input() line editing and a history
     most = max_new_tokens or NEW_TOKENS
-    is_rope = recipe.source.model["pos"] != "learned"
-    capacity = ROPE_PROMPT + most if is_rope else recipe.source.model["block_size"]
+    shape = recipe.shortest.model
+    capacity = shape["block_size"] if shape["pos"] == "learned" else ROPE_PROMPT + most
     called = called_kernels(recipe.source.config, recipe.kernels)
     check_new_backends(called, recipe.attn, device, GENERATION_OPS)
     decoder = recipe.build_decoder(1, capacity, device)
@@ -68,7 +68,7 @@ def read_prompts(recipe: GenerationRecipe, capacity: int) -> Iterator[tuple[Prom
     while True:
         try:
             prompt = encode_prompt(input("> "), recipe.tokenizer)
-            room = check_room(len(prompt.ids), prompt.where, recipe.source)
+            room = check_room(len(prompt.ids), prompt.where, recipe.shortest)
             if room is None:
                 tokens = len(prompt.ids)
                 check(tokens <= ROPE_PROMPT, f"the prompt has {tokens} tokens: shorten it to {ROPE_PROMPT}")

@@ -119,8 +119,7 @@ def figures(
     result["gen/bandwidth_utilisation"] = least / (1e-3 * step_ms) / bandwidth if step_ms else None
     for name, tensors in decoder.memory().items():
         result[f"mem/{name}_gib"] = sum(tensor.nbytes for tensor in tensors) / GIB
-    decoders = filter(None, (decoder, decoder.drafter))
-    result["mem/packed_gib"] = sum(copied_bytes(each.packed, each.model) for each in decoders) / GIB
+    result["mem/packed_gib"] = sum(copied_bytes(each.packed, each.model) for each in decoder.decoders) / GIB
     return result | peak_memory(idx.device, Ranks())
 
 
@@ -141,8 +140,9 @@ def power_figures(power: PowerMeter, decoder: Decoder, idx: Tensor, lengths: Ten
 def gain_of_drafts(decoder: Decoder, options: dict, idx: Tensor, lengths: Tensor, max_new_tokens: int) -> dict:
     """Generate once more, and without drafts. Return the speed without them, the speed-up, and how alike the texts are.
 
-    `options` are the keyword arguments of the decoder's constructor. gen/same_tokens is the share of the tokens before
-    the first difference in each text: it is 1 unless a step of several tokens rounds the logits differently.
+    `options` are the keyword arguments of the decoder's constructor. The speeds are of all tokens after the first,
+    because a draft saves more at some places of a text. gen/same_tokens is the share of the tokens before the first
+    difference in each text: it is 1 unless a step of several tokens rounds the logits differently.
     """
     plain_options = {"options": replace(options["options"], speculate=None), "draft": None}
     plain = Decoder(decoder.model, len(idx), decoder.capacity, decoder.sampling, **{**options, **plain_options})
@@ -155,18 +155,20 @@ def gain_of_drafts(decoder: Decoder, options: dict, idx: Tensor, lengths: Tensor
             arrivals.append(Arrival(time.perf_counter(), sum(map(len, step))))
             for sequence, tokens in zip(sequences, step, strict=True):
                 sequence += tokens
-        drafts = each.step_tokens > 1
-        speeds.append(decode_speed(arrivals, len(idx), drafts, each.graph_tokens)["gen/decode_tokens_per_sec"])
+        if len(arrivals) > 1:
+            tokens = sum(arrival.tokens for arrival in arrivals[1:])
+            speeds.append(tokens / (arrivals[-1].time - arrivals[0].time))
         texts.append(torch.tensor(sequences))
-    same = (texts[0] == texts[1]).cumprod(1).double().mean().item()
-    speedup = speeds[0] / speeds[1] if all(speeds) else None
-    return {"gen/undrafted_tokens_per_sec": speeds[1], "gen/speedup": speedup, "gen/same_tokens": same}
+    gain = {"gen/same_tokens": (texts[0] == texts[1]).cumprod(1).double().mean().item()}
+    if len(speeds) == 2:
+        gain |= {"gen/undrafted_tokens_per_sec": speeds[1], "gen/speedup": speeds[0] / speeds[1]}
+    return gain
 
 
 def gain_line(gain: dict) -> str:
     """Return gain_of_drafts() as a line for the terminal."""
-    alike = f"{100 * gain['gen/same_tokens']:.1f}% of the tokens come before a difference of the texts"
-    if gain["gen/speedup"] is None:
+    alike = f"the texts agree in their first {100 * gain['gen/same_tokens']:.1f}%"
+    if "gen/speedup" not in gain:
         return f"drafts   not timed; {alike}"
     return f"drafts   {gain['gen/speedup']:.2f}x the {gain['gen/undrafted_tokens_per_sec']:,.0f} tok/s without; {alike}"
 

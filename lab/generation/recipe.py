@@ -22,7 +22,7 @@ from model.sources import Pretrained, random_source
 from model.step import build
 from model.text import Text, stop_ids
 from model.vocabulary import guess_tokenizer, take_vocabulary
-from runtime.config import check, command_line_values
+from runtime.config import UserError, check, command_line_values
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,12 @@ class GenerationRecipe:
     @property
     def groups(self) -> tuple[GPTConfig, KernelsConfig, AttnConfig, str]:
         return self.source.config, self.kernels, self.attn, self.precision
+
+    @property
+    def shortest(self) -> Pretrained:
+        """The model, or the draft model, whose table of positions is the shortest: a text must fit into both."""
+        learned = [source for source in (self.source, self.draft) if source and source.model["pos"] == "learned"]
+        return min(learned, key=lambda source: source.model["block_size"], default=self.source)
 
     @property
     def chosen_kernels(self) -> dict[str, str | bool]:
@@ -165,15 +171,23 @@ class GenerationKeys:
         return GenerationRecipe(source, self.open_draft(tokenizer), tokenizer, *groups, sampling, self.seed, stops)
 
     def open_draft(self, tokenizer: Tokenizer) -> Pretrained | None:
-        """Read the model of generate.speculate=CHECKPOINT. Raises UserError if it has another tokenizer."""
-        if self.generate.draft_checkpoint is None:
+        """Read the model of generate.speculate=CHECKPOINT. Raises UserError if it has another tokenizer.
+
+        The key `tokenizer` is for a draft model that names none.
+        """
+        name = self.generate.draft_checkpoint
+        if name is None:
             return None
-        draft = pretrained.read_pretrained(self.generate.draft_checkpoint)
-        other = pretrained.tokenizer_of(draft, self.tokenizer).name
+        try:
+            draft = pretrained.read_pretrained(name)
+            other = pretrained.tokenizer_of(draft, None if draft.tokenizer else self.tokenizer).name
+        except UserError as error:
+            choices = "choose ngram, the checkpoint of a smaller model, or null"
+            raise UserError(f"generate.speculate={name}: {choices}: {error}") from error
         check(
             other == tokenizer.name,
-            f"generate.speculate={self.generate.speculate} has the tokenizer {other}, and the model {tokenizer.name}: "
-            "choose a model with the same tokenizer",
+            f"generate.speculate={name} has the tokenizer {other}, and the model {tokenizer.name}: choose a model with "
+            "the same tokenizer",
         )
         return draft
 

@@ -32,9 +32,9 @@ def prove(decoder: Decoder, options: dict, precision: str, idx: Tensor, lengths:
     fp8). `ties` counts tokens whose logit is below the largest one by at most twice the bound.
     """
     model, n_vocab = decoder.model, decoder.sampling.n_vocab
-    config, device, T = model.config, idx.device, idx.shape[1]
-    shapes = [config, decoder.drafter.model.config] if decoder.drafter else [config]
-    new_tokens = max(2, min([NEW_TOKENS, *(each.block_size - T for each in shapes if each.pos != "rope")]))
+    device, T = idx.device, idx.shape[1]
+    shapes = [each.model.config for each in decoder.decoders]
+    new_tokens = min([NEW_TOKENS, *(each.block_size - T for each in shapes if each.pos != "rope")])
     greedy = Decoder(model, len(idx), T + new_tokens, Sampling(n_vocab, temperature=0), **options)
     greedy.warm_up(T, new_tokens)
     texts = [[] for _ in idx]

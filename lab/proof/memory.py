@@ -206,8 +206,7 @@ def predict_generation(
         shapes = [config] if draft is None else [config, draft]
         models = [build(each, kernels, attn, precision, device, seed=0).eval() for each in shapes]
         settings = {"options": options, "prefill_only": prefill_only, "draft": models[-1] if draft else None}
-        # the ids of both: a draft's shape may have more or fewer, which a tokenizer does not use
-        ids = min(each.vocab_size for each in shapes)
+        ids = min(each.vocab_size for each in shapes)  # those that both models have; the rest is padding
         decoder = Decoder(models[0], shape[0], shape[1] + new_tokens, Sampling(ids, 0), **settings)
         decoder.prefill(torch.zeros(shape, dtype=torch.int64, device=device), kept=kept)
         if not prefill_only:

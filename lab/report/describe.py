@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from pathlib import PurePath
 
 from kernels.names import OPTIMIZER_OPS, default_impl, ops_with_a_choice, preset_name
 from lab.sweep.compare import is_generation, peer_name, sequences
@@ -100,15 +99,12 @@ def decoder(config: dict) -> str:
 
 
 def cache_and_draft(config: dict) -> list[str]:
-    """Return a generation's other choices, such as ["fp8 cache", "ngram draft of 4"]; usually empty.
-
-    A model that drafts has the name of its folder.
-    """
+    """Return a generation's other choices, such as ["fp8 cache", "ngram draft of 4"]; usually empty."""
     options, choices = config.get("generate") or {}, []
     if options.get("kv", "auto") != "auto":
         choices.append(f"{options['kv']} cache")
     if options.get("speculate"):
-        choices.append(f"{PurePath(options['speculate']).name} draft of {options['draft_tokens']}")
+        choices.append(f"{options['speculate']} draft of {options['draft_tokens']}")
     return choices
 
 

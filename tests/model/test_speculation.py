@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.cache import FP8
 from kernels.registry import Unavailable
 from kernels.sampling import Sampling
 from model.decoder import Decoder
@@ -179,8 +180,11 @@ def test_a_draft_is_right_as_often_as_the_coupling_says():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"block_size": 16}, "has 16 positions, and the texts up to 24: choose a model with more, or fewer new tokens"),
-        ({"vocab_size": 64}, "has 64 ids, and the texts have 97: choose a model with the same tokenizer"),
+        (
+            {"block_size": 16},
+            "has 16 positions, and prompt and answer may need 24: choose a model with more, or fewer new",
+        ),
+        ({"vocab_size": 64}, "has 64 ids, and the tokenizer 97: choose a model with the same tokenizer"),
         (
             {"window": 8},
             "has a window of 8 tokens, and a draft needs a cache of all 28: choose a model without window",
@@ -188,21 +192,52 @@ def test_a_draft_is_right_as_often_as_the_coupling_says():
     ],
 )
 def test_a_model_that_cannot_draft_is_refused(other, message):
-    with pytest.raises(UserError, match=f"^generate.speculate=out/small {message}$"):
+    with pytest.raises(UserError, match=f"^generate.speculate=out/small {message}"):
         Decoder(varied_gpt(), 1, 24, GREEDY, **drafts("model", **other))
 
 
+def test_a_draft_model_has_a_cache_of_the_same_dtype():
+    arguments = drafts("model")
+    arguments["options"] = replace(arguments["options"], kv="fp8")
+    decoder = Decoder(varied_gpt(), 1, 24, GREEDY, **arguments)
+    assert {tensor.dtype for tensor in decoder.memory()["kv_cache"]} == {FP8}
+    assert len(decoder.memory()["kv_cache"]) == 2 * (3 + 1)  # keys and values of 3 layers, and of 1
+
+
+def test_a_captured_prefill_is_not_padded_beyond_the_positions_of_the_draft_model():
+    """A prompt of 20 tokens would be padded to 24. The table of the draft model has 22 positions."""
+    decoder = Decoder(varied_gpt(), 1, 22, GREEDY, **drafts("model", block_size=22))
+    decoder.captures = True
+    assert decoder.padded(1, 20) == 22
+
+
+def test_logits_that_are_not_finite_leave_none_in_either_cache(monkeypatch):
+    """Both models have NaN at the same position."""
+    model, idx, arguments = varied_gpt(), prompt(1, 3), drafts("model", 3)
+    decoder = Decoder(model, 1, 24, GREEDY, **arguments)
+    with torch.no_grad():
+        for each in (model, arguments["draft"]):
+            each.wpe.weight[12] = torch.nan
+    with pytest.raises(NotFinite):
+        streamed(decoder, idx, 20)
+    assert all(tensor.isfinite().all() for tensor in decoder.memory()["kv_cache"])
+
+
 def test_compiled_steps_of_a_draft_model_are_three_graphs_a_bucket():
-    """They verify 4 tokens, and draft with two tokens and with one. Dynamo by default stops after 8 graphs."""
+    """They verify 4 tokens, and draft with two tokens and with one.
+
+    Dynamo by default stops after 8 graphs. It counts those of all decoders, so the second one has the graphs 10 to 13.
+    """
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     model, (idx, lengths) = varied_gpt(replace(SMALL, n_layer=1)), ragged()
     expected = streamed(Decoder(model, 4, 24, GREEDY), idx, 15, lengths)
     with torch.compiler.set_stance("default", force_backend="aot_eager"):
-        decoder = Decoder(model, 4, 24, GREEDY, compiled=True, **drafts("model", 3))
-        assert len(decoder.warm_up(1, 23)) == 3
-        assert streamed(decoder, idx, 15, lengths) == expected
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 9
+        for graphs, buckets, arguments in ((9, 3, drafts("model", 3)), (13, 4, {})):
+            decoder = Decoder(model, 4, 24, GREEDY, compiled=True, **arguments)
+            assert len(decoder.warm_up(1, 23)) == buckets
+            assert streamed(decoder, idx, 15, lengths) == expected
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.gpu

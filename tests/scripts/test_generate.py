@@ -199,66 +199,95 @@ def test_a_draft_does_not_change_the_texts(command, sampling):
 
 
 @pytest.mark.parametrize("source", ["ngram", "small.pt"])
-def test_the_row_of_a_draft_has_its_gain_and_counts_both_models(command, tmp_path, source):
-    """A step reads the weights of the model once, and those of a draft model four times, as the draft has four tokens.
+@pytest.mark.parametrize("sampling", [["temperature=0"], ["temperature=0.9", "seed=3"]], ids=["greedy", "sampled"])
+def test_the_row_of_a_draft_has_its_gain_and_counts_both_models(command, monkeypatch, tmp_path, source, sampling):
+    """A step reads the weights of the model once, and those of a draft model for each of the draft's four tokens.
 
-    On a CPU in fp32 the text is the same. The predicted memory is that of both models.
+    On a CPU in fp32 the text is the same. The draft model has fewer positions and fewer padded ids.
     """
-    save_model(tmp_path, name="small.pt", n_layer=1)
-    words = "prompts=lines.txt", "max_new_tokens=40", "temperature=0"
+    monkeypatch.setattr("lab.generation.measure.copied_bytes", lambda packed, model: 2**30)  # as int8 packs its weights
+    save_model(tmp_path, name="small.pt", n_layer=1, block_size=70, vocab_size=260)
+    words = "prompts=lines.txt", "max_new_tokens=40", "stop=[]", *sampling
     Path("lines.txt").write_text("ababababab\nxyz\n")
     assert command(*words, "out_dir=plain")[0] == 0
     code, out, err = command(*words, "proof=true", f"generate.speculate={source}", "out_dir=run")
     assert (code, err) == (0, "")
     assert samples("run") == samples("plain")
     result, plain = row(), row("plain")
-    assert result["gen/tokens"] == plain["gen/tokens"] == 40  # no text stopped
     assert result["gen/same_tokens"] == 1
-    assert result["gen/speedup"] > 0
     assert f"drafts   {result['gen/speedup']:.2f}x the " in out
     assert 1 <= result["gen/accepted_tokens"] <= 5
+    assert result["mem/packed_gib"] == (1 if source == "ngram" else 2)
+    for part in ("weights", "kv_cache"):
+        assert result["memory"]["predicted"][part] == pytest.approx(result[f"mem/{part}_gib"])
+    if sampling[0] != "temperature=0":  # a text may stop, and then the two runs have other steps
+        return
+    assert result["gen/tokens"] == plain["gen/tokens"] == 40
     least = [each["gen/bandwidth_utilisation"] * each["gen/step_ms"] * 1e7 for each in (result, plain)]
     measured = [each["mem/weights_gib"] * 2**30 for each in (result, plain)]
-    assert result["memory"]["predicted"]["weights"] == pytest.approx(result["mem/weights_gib"])
-    assert result["memory"]["predicted"]["kv_cache"] == pytest.approx(result["mem/kv_cache_gib"])
     if source == "ngram":
         assert (least[0], measured[0]) == pytest.approx((least[1], measured[1]))
         return
-    config = replace(CONFIG, n_layer=1)
-    small, cache = 4 * cost.parameters(config), cost.kv_cache_bytes(config, 1, 13 + 2 * 20, torch.float32)
-    assert measured[0] == pytest.approx(measured[1] + small)
+    config = replace(CONFIG, n_layer=1, block_size=70, vocab_size=260)
+    cache = cost.kv_cache_bytes(config, 1, 13 + 2 * 20, torch.float32)
+    assert measured[0] == pytest.approx(measured[1] + 4 * cost.parameters(config))
     assert least[0] == pytest.approx(least[1] + 4 * (cost.decode_bytes(config, 0, 0, torch.float32) + cache))
     assert result["draft"] == {"source": "small.pt", "parameters": cost.parameters(config)}
     assert "drafts by small.pt: 0.0M" in out
 
 
 @pytest.mark.parametrize(
-    ("other", "word", "message"),
+    ("arguments", "message"),
     [
-        ({}, "none.pt", "none.pt"),
-        ({"block_size": 20}, "small.pt", "has 20 positions, and the texts up to 42"),
-        ({"vocab_size": 200}, "small.pt", "small.pt"),
+        (
+            ["generate.speculate=ngrma"],
+            "generate.speculate=ngrma: choose ngram, the checkpoint of a smaller model, or ",
+        ),
+        (["generate.speculate=small.pt", "max_new_tokens=40"], "more than the 20 positions of small.pt: pass max_new"),
+        (["generate.speculate=small.pt", "proof=true", "prompt=12345678901234567890"], "but small.pt has 20 positions"),
     ],
 )
-def test_a_draft_model_that_does_not_fit_is_one_line(command, tmp_path, other, word, message):
-    save_model(tmp_path, name="small.pt", n_layer=1, **other)
-    code, _, err = command("prompt=ab", "max_new_tokens=40", f"generate.speculate={word}")
+def test_a_draft_model_that_does_not_fit_is_one_line(command, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    save_model(tmp_path, name="small.pt", n_layer=1, block_size=20)
+    code, _, err = command("prompt=ab", *arguments)
     assert (code, err.count("\n")) == (1, 1)
-    assert err.startswith("error: ")
     assert message in err
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused(command, monkeypatch):
+def test_a_draft_model_with_another_tokenizer_is_refused(command, monkeypatch, tmp_path):
+    """The key `tokenizer` is the model's: it does not make the draft model's tokenizer the same."""
     other = Bytes()
     other.name = "other"
-    tokenizers = [Bytes(), other]
-    monkeypatch.setattr("model.pretrained.tokenizer_of", lambda *_: tokenizers.pop(0))
-    code, _, err = command("prompt=ab", "generate.speculate=ckpt.pt")
+    save_model(tmp_path, name="other.pt", n_layer=1)
+    monkeypatch.setattr(
+        "model.pretrained.tokenizer_of",
+        lambda source, asked: other if source.name == "other.pt" and asked is None else Bytes(),
+    )
+    code, _, err = command("prompt=ab", "generate.speculate=other.pt", "tokenizer=bytes")
     assert (code, err) == (
         1,
-        "error: generate.speculate=ckpt.pt has the tokenizer other, and the model bytes: choose a model with the same "
+        "error: generate.speculate=other.pt has the tokenizer other, and the model bytes: choose a model with the same "
         "tokenizer\n",
     )
+
+
+def test_prompt_and_answer_fit_into_the_positions_of_the_draft_model(command, tmp_path):
+    """By default, a text fills the positions."""
+    save_model(tmp_path, name="small.pt", n_layer=1, block_size=20)
+    assert command("prompt=ab", "temperature=0", "generate.speculate=small.pt", "out_dir=run")[::2] == (0, "")
+    assert row()["config"]["max_new_tokens"] == 18
+
+
+def test_a_conversation_fits_into_the_positions_of_the_draft_model(command, monkeypatch, tmp_path):
+    save_model(tmp_path, name="small.pt", n_layer=1, block_size=20)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    answers = iter(["ab"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(answers, None) or exec("raise EOFError"))
+    code, out, err = command("temperature=0", "generate.speculate=small.pt")
+    assert (code, err) == (0, "")
+    assert "for prompt and answer of up to 20 tokens" in out
 
 
 def test_an_fp8_cache_takes_a_quarter_of_fp32(command):

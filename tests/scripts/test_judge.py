@@ -351,7 +351,7 @@ def test_figures_alone_that_cannot_be_true_are_named(changes, reason):
 
 @pytest.mark.exhaustive
 def test_a_tiny_training_on_a_cpu(called, monkeypatch, tmp_path):
-    """Every part is real but two: most cases are left out, and the matmul that bounds the speed is never busy.
+    """Most cases are left out, and the speed of a matmul, which bounds that of a step, is a constant. The rest is real.
 
     The verdict is the machine's. With one run of each side it is not `faster`.
     """

@@ -1,5 +1,7 @@
 """decode_speed() by hand: groups of steps, drafts, and launches of several tokens; and the receipt of a graph."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from lab.generation import measure
 from lab.generation.measure import decode_speed
 from lab.generation.writing import Arrival
 from model.decoder import Decoder
+from model.generate_config import GenerateConfig
 from runtime.power import PowerMeter
 from tests.model.test_decoder import with_graphs
 from tests.model.test_generate import GREEDY, prompt, varied_gpt
@@ -27,6 +30,37 @@ def test_steps_of_one_token():
     assert figures["gen/laps_s"] == pytest.approx([0.5, 0.5])
     assert figures["gen/decode_tokens_per_sec"] == pytest.approx(4)
     assert (figures["gen/step_ms"], figures["gen/token_ms/p50"]) == pytest.approx((500, 500))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_gain_of_drafts_is_of_all_tokens_after_the_first(monkeypatch, more):
+    """With drafts, 6 tokens take 3 s, and without them 6 s. The texts differ from their fifth token on, of 7 each.
+
+    A text of one token has no speed.
+    """
+    idx, lengths = torch.zeros(1, 3, dtype=torch.int64), torch.tensor([3])
+    drafting = Decoder(varied_gpt(), 1, 24, GREEDY, options=GenerateConfig(speculate="ngram"))
+    steps = {
+        True: [(10.0, [0]), (11.0, [1, 2, 3]), (12.0, [9]), (13.0, [5, 6])],
+        False: [(20.0 + number, [number]) for number in range(7)],
+    }
+    now = []
+
+    def stream(decoder, idx, new, lengths):
+        for seconds, tokens in steps[decoder.step_tokens > 1][: None if more else 1]:
+            now[:] = [seconds]
+            yield [tokens]
+
+    monkeypatch.setattr(measure, "stream", stream)
+    monkeypatch.setattr(measure, "warm_up", lambda *_: None)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    gain = measure.gain_of_drafts(drafting, {"options": GenerateConfig(speculate="ngram")}, idx, lengths, 7)
+    if not more:
+        assert gain == {"gen/same_tokens": 1.0}
+        assert measure.gain_line(gain) == "drafts   not timed; the texts agree in their first 100.0%"
+        return
+    assert gain == {"gen/same_tokens": 4 / 7, "gen/undrafted_tokens_per_sec": 1.0, "gen/speedup": 2.0}
+    assert measure.gain_line(gain) == "drafts   2.00x the 1 tok/s without; the texts agree in their first 57.1%"
 
 
 def test_a_draft_counts_the_tokens_of_its_intervals():
