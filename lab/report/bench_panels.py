@@ -17,7 +17,7 @@ from lab.report.plot import Figure, Panel, Point, Series, figure, line, make_ori
 from lab.report.png import draw_figures
 from lab.report.presets import preset_of
 from lab.report.source import ReportSource
-from lab.rerun import rerun_command
+from lab.report.user_command import benchmark_command
 
 # mode -> its name, the symbol of its points, and the side on which their numbers are
 MODES = {"train": ("training", "circle", "top"), "generate": ("generation", "circle-open", "bottom")}
@@ -42,7 +42,7 @@ ATTENTION_UNITS = {"both/ms": "ms", "both/peak_gib": "peak GiB"}
 def benchmark_panels(source: ReportSource, colours: dict[str, str]) -> list[Panel]:
     kernels, attentions = source.benchmarks["kernels"], source.benchmarks["attention"]
     figures = {
-        "context": ("The longest context", context_figure(source.searches, colours), "max_context kernels=triton"),
+        "context": ("The longest context", context_figure(source, colours), "max_context kernels=triton"),
         "roofline": ("Kernels under the roofline", roofline_figure(kernels), "bench_kernels op=norm"),
         "attention": ("Attention against the context", attention_figure(attentions, colours), "bench_attention"),
     }
@@ -54,15 +54,15 @@ def benchmark_panels(source: ReportSource, colours: dict[str, str]) -> list[Pane
     return panels
 
 
-def context_figure(searches: list[dict], colours: dict[str, str]) -> Figure | None:
+def context_figure(source: ReportSource, colours: dict[str, str]) -> Figure | None:
     """Return the longest contexts on a logarithmic axis."""
     series = []
     for mode, (name, symbol, side) in MODES.items():
         points = []
-        for row in (row for row in searches if row.get(f"context/max_{mode}")):
+        for row in (row for row in source.searches if row.get(f"context/max_{mode}")):
             length, choice, settings = row[f"context/max_{mode}"], choice_name(row), search_text(row)
             lines, precision = [f"{length:,} tokens, {name}", choice, settings], row["config"]["precision"]
-            origin = make_origin(lines, rerun_command(row), preset_of(row), precision)
+            origin = make_origin(lines, source.row_command(row), preset_of(row), precision)
             label = "\n".join([*wrap(choice, 80), *wrap(settings, 26)])
             style = {"colour": colours[choice], "symbol": symbol, "ring": 2.5, "text": f"{length:,}"}
             points.append(Point(length, label, origin, **style))
@@ -92,8 +92,8 @@ def roofline_figure(rows: list[dict]) -> Figure | None:
     ridge = peak / bandwidth  # below it the bandwidth is the limit, above it the matmul
     points: dict[str, list[Point]] = {}
     for row in kernels:
-        words = (override(key, row[key]) for key in ("op", "shape", "impl", "dtype"))
-        command = rerun_command({"command": shell_command("python", "-m", "scripts.bench_kernels", *words)})
+        settings = {key: row[key] for key in ("op", "shape", "impl", "dtype")}
+        command = benchmark_command("bench_kernels", row["op"], settings)
         intensity, symbol = row["both/tflops"] / row["both/tb_per_s"], MARKS.get(row["impl"].split("_")[0], LIBRARY)[0]
         lines = [f"{row['op']} {row['impl']}: {row['both/ms']:.3f} ms", f"{row['shape']}, {row['dtype']}"]
         lines.append(f"{row['both/tflops']:.1f} TFLOP/s, {row['both/tb_per_s']:.2f} TB/s")
@@ -135,8 +135,7 @@ def attention_command(row: dict) -> str:
     settings |= {key: value for key, value in attention_settings(row).items() if value}
     if row["batch"] is None:
         settings["batch"] = None  # the default is 1
-    words = [override(key, value) for key, value in settings.items()]
-    return rerun_command({"command": shell_command("python", "-m", "scripts.bench_attention", *words)})
+    return benchmark_command("bench_attention", "attention", settings)
 
 
 def draw_attention(rows: list[dict], path: Path) -> list[Path]:

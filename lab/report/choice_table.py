@@ -9,7 +9,6 @@ from lab.report.choices import Choice
 from lab.report.max_context_table import HEAD, search_cells
 from lab.report.source import ReportSource, found_length
 from lab.report.tables import markdown_table, markdown_text
-from lab.rerun import rerun_command
 from lab.sweep.table import figure_columns, number_cell, speed
 
 ENVIRONMENT = "device", "driver", "cuda", "cudnn", "torch", "triton", "python", "git_commit"
@@ -36,9 +35,9 @@ class Table:
 
 def report_tables(source: ReportSource) -> list[Table]:
     """Return the tables that have lines."""
-    searches = [Line(search_cells(row), rerun_command(row)) for row in source.searches]
+    searches = [Line(search_cells(row), source.row_command(row)) for row in source.searches]
     verdicts = source.benchmarks["judge"][::-1]
-    verdict_lines = [Line(verdict.verdict_cells(row), rerun_command(row)) for row in verdicts]
+    verdict_lines = [Line(verdict.verdict_cells(row), source.row_command(row)) for row in verdicts]
     tables = [
         Table("verdicts", "Verdicts", verdict.COLUMNS, verdict_lines),
         choice_table("choices", "Every choice", source.measured_choices),
@@ -102,7 +101,7 @@ def failures(source: ReportSource) -> list[Line]:
         if not found_length(row):
             shortest = f"not even 128 tokens: {row.get('context/train/limit')}"
             reason = shortest if row["status"] == "ok" else row["status"]
-            lines.append(Line([f"longest context, {row['name']}", reason], rerun_command(row)))
+            lines.append(Line([f"longest context, {row['name']}", reason], source.row_command(row)))
     return lines
 
 

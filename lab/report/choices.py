@@ -6,6 +6,7 @@ from functools import cached_property
 
 from lab.report.describe import BASELINE, choice_name, commit, prefill_name, prompt_tokens
 from lab.report.presets import model_title, preset_of
+from lab.report.user_command import user_command
 from lab.rerun import rerun_command
 from lab.sweep import compare
 from lab.sweep.table import comparable_speed, median_speed, speed, speed_key
@@ -23,6 +24,7 @@ class Choice:
     qualifier: str = ""  # the settings that distinguish it from choices of the same name: "124M · bf16"
     base: "Choice | None" = None  # the choice that it is compared with; None without a speed
     ratio: compare.Ratio | None = None  # of their speeds; None if there are too few timed intervals
+    from_results: bool = False  # the rows are of results/
 
     @property
     def row(self) -> dict:
@@ -90,10 +92,11 @@ class Choice:
 
     @cached_property
     def command(self) -> str:
-        return rerun_command(self.row)
+        """The command to copy: the row's own, or for a row of results/, which may name absent files, user_command()."""
+        return user_command(self.row) if self.from_results else rerun_command(self.row)
 
 
-def group_runs(rows: list[dict]) -> list[Choice]:
+def group_runs(rows: list[dict], from_results: bool = False) -> list[Choice]:
     """Make choices of rows, oldest first."""
     choices: list[Choice] = []
     for row in rows:
@@ -101,7 +104,7 @@ def group_runs(rows: list[dict]) -> list[Choice]:
         if match:
             match.rows.append(row)
         else:
-            choices.append(Choice([row], number=len(choices)))
+            choices.append(Choice([row], number=len(choices), from_results=from_results))
     return choices
 
 

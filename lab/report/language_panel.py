@@ -5,7 +5,7 @@ from kernels.names import language_of, languages
 from lab.report.colours import BACKEND_COLOURS, assign_colours
 from lab.report.plot import Figure, Panel, Point, Series, figure, make_origin
 from lab.report.source import ReportSource
-from lab.rerun import rerun_command
+from lab.report.user_command import benchmark_command
 
 TEXT = (
     "The speed of a kernel, forward + backward, over eager PyTorch's in the same benchmark. A point is the fastest "
@@ -36,8 +36,8 @@ def languages_figure(rows: list[dict]) -> Figure | None:
     points: dict[str, list[Point]] = {language: [] for language in languages()}
     for (op, shape, dtype), group in benchmarks.items():
         eager_ms = next((row["both/ms"] for row in group if row["impl"] == "eager"), None)
-        words = (override(key, group[0][key]) for key in ("op", "shape", "dtype"))
-        command = rerun_command({"command": shell_command("python", "-m", "scripts.bench_kernels", *words)})
+        settings = {key: group[0][key] for key in ("op", "shape", "dtype")}
+        command = benchmark_command("bench_kernels", op, settings)
         fastest = {language_of(row["impl"]): row for row in sorted(group, key=lambda row: -row["both/ms"])}
         for language, row in fastest.items() if eager_ms else ():
             speed = eager_ms / row["both/ms"]

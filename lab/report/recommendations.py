@@ -88,10 +88,8 @@ def recommendations(choices: list[Choice]) -> list[Recommendation]:
 
 
 def can_be_taken(choice: Choice) -> bool:
-    """Return whether this version can run the choice. Exclude drafts, because their speed depends on the text."""
-    row = choice.row
-    drafts = (row["config"].get("generate") or {}).get("speculate")
-    return not compare.peer_name(row) and not drafts and bool(user_command(row))
+    """Return whether this version can run the choice."""
+    return bool(user_command(choice.row))
 
 
 def loses_precision(choice: Choice) -> bool:

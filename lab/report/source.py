@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from lab.report.choices import Choice, compare_choices, group_runs, set_qualifiers
 from lab.report.describe import newest_choices, newest_searches, prompt_tokens
+from lab.report.user_command import clone_command
+from lab.rerun import rerun_command
 from lab.rows import read_jsonl, read_run
 from lab.sweep.compare import is_generation, sequences
 from runtime.config import check
@@ -70,6 +72,10 @@ class ReportSource:
         """The newest search of each choice that found a length."""
         return newest_searches([row for row in self.benchmarks["context"] if found_length(row)])
 
+    def row_command(self, row: dict) -> str:
+        """Return the command to copy for a row of a benchmark: the row's own, for a row of results/ clone_command()."""
+        return clone_command(row) if self.from_results else rerun_command(row)
+
 
 def sort_measured(choices: list[Choice]) -> list[Choice]:
     """Return the choices with a speed, by preset (tiny, for tests, comes last), precision and sizes, fastest first."""
@@ -103,7 +109,7 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
         collected = [line.row for line in lines if line.path == path]
         # The steps of a run with evaluations are not timed alone, so the README's table of throughput omits it, too
         runs += newest_choices([row for row in collected if not row["config"].get("train", {}).get("eval_every")])
-    all_choices = group_runs(runs)
+    all_choices = group_runs(runs, from_results)
     choices, generations = ([choice for choice in all_choices if choice.generates == kind] for kind in (False, True))
     benchmarks = {name: rows.get(f"{name}.jsonl", []) for name in BENCHMARKS}
     benchmarks["context"] += [line.row for line in jobs if is_search(line.row)]

@@ -1,21 +1,13 @@
 """What the page says to take: the fastest and the leanest choice, and their ties, with commands for a fresh clone."""
 
-import shlex
 from pathlib import Path
 
-import pytest
-
-from kernels.names import OPS
 from lab.report.recommendations import loses_precision, recommendations
 from lab.report.source import read_source
-from lab.report.user_command import user_command
 from lab.sweep import compare
 from tests.lab.report.sample_rows import make_row, write_generations, write_row, write_sweep
-from tests.test_readmes import check
-from tests.test_train import config
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDERS = "h200", "h200-rungs", "h200-fp8", "h200x2", "h200x4", "h100", "h100x2"
 
 
 def test_a_sweep_opens_with_its_fastest_and_its_leanest_choice(tmp_path):
@@ -65,38 +57,6 @@ def test_a_choice_that_rounds_more_is_named_apart(tmp_path):
         assert (rounded.label, rounded.choice.name) == ("Faster, but it rounds more", "decode int8")
         assert loses_precision(rounded.choice)
         assert "kernels.decode=triton" in fastest.command
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_every_command_runs_in_a_fresh_clone_and_chooses_what_the_row_ran(name):
-    """It names no data, no checkpoint and no folder, and train.py reads the kernels and the model of the row in it."""
-    found = recommendations(read_source(ROOT / "results" / name).measured)
-    assert found
-    for pick in [pick for take in found for pick in take.picks]:
-        words = shlex.split(pick.command)
-        check(words[1:])
-        assert not any(word.startswith(("data", "init_from", "out_dir", "prompts")) for word in words)
-        assert not any("checkpoint=" in word and word != "checkpoint=random" for word in words)
-        row = pick.choice.row["config"]
-        if not pick.choice.generates:
-            words = words[words.index("train.py") + 1 :]
-            cfg = config(*(word.replace("attn=", "attn.impl=") if word[:5] == "attn=" else word for word in words))
-            assert (cfg.precision, cfg.attn.impl) == (row["precision"], row["attn"]["impl"])
-            chosen = {op: name for op, name in row["kernels"].items() if op in OPS}
-            assert {op: getattr(cfg.kernels, op) for op in chosen} == chosen
-            shape = {key: value for key, value in row["model"].items() if key != "vocab_size"}
-            assert {key: getattr(cfg.model, key) for key in shape} == shape
-            assert cfg.train.block_size == row["train"]["block_size"]
-            assert cfg.train.tokens_per_step == row["train"]["tokens_per_step"]
-
-
-def test_a_backend_that_is_gone_has_no_command():
-    row = make_row()
-    assert user_command(row).startswith("python train.py model=gpt2_124m kernels=eager")
-    row["config"]["kernels"]["norm"] = "gone"
-    assert user_command(row) == ""
-    row["config"]["kernels"]["norm"] = "~/evil.py"
-    assert user_command(row) == ""
 
 
 def test_the_report_of_a_device_has_its_ladder():
