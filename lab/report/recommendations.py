@@ -1,7 +1,8 @@
 """What to take: the fastest and the leanest choice for each kind of work, the commands for them, and the ladder.
 
 Choices are compared within a session: one commit on one machine, with the same settings. The session that has the
-fastest choice counts. Choices that round more than their precision, such as fp8 or int8, are named apart.
+fastest choice counts; a session of a single choice recommends nothing. Choices that round more than their precision,
+such as fp8 or int8, are named apart. comparable_speed ranks the choices, so that their order follows the ratios.
 """
 
 from collections import Counter
@@ -59,10 +60,10 @@ class Recommendation:
 
 
 def recommendations(choices: list[Choice]) -> list[Recommendation]:
-    """Return what to take for each kind of work of the choices, which all have a speed; none for a single choice.
+    """Return what to take for each kind of work of the choices, which all have a speed.
 
-    For each preset, training on the shortest sequences and generation of the fewest come first, if there are several
-    choices. The others follow. tiny is last.
+    A work is left out if its fastest session has a single choice. For each preset, training on the shortest sequences
+    and generation of the fewest come first. The others follow. tiny is last.
     """
     works: dict[Work, list[Choice]] = {}
     for choice in choices:
@@ -70,14 +71,12 @@ def recommendations(choices: list[Choice]) -> list[Recommendation]:
             works.setdefault(work_of(choice), []).append(choice)
     found: list[tuple[tuple, tuple, Recommendation]] = []
     for work, members in works.items():
-        exact = {id(choice): choice.speed for choice in members if not loses_precision(choice)}
+        exact = {id(choice): choice.comparable_speed for choice in members if not loses_precision(choice)}
         best = max(sessions_of(members), key=lambda session: max(exact.get(id(choice), 0) for choice in session))
-        if exact and len(choices) > 1:
+        if exact and len(best) > 1:
             own = recommend(best)
-            if len(members) == 1:
-                own.picks[0].label = "The only one measured"
             kind = work.preset == "tiny", len(work.preset), work.preset, work.generates
-            found.append((kind, (len(members) == 1, work.size, work.prompt, -own.picks[0].choice.speed), own))
+            found.append((kind, (work.size, work.prompt, -own.picks[0].choice.comparable_speed), own))
     found.sort(key=lambda each: each[:2])
     count: Counter[tuple] = Counter()  # kind -> how many of it came before
     ranked = []
@@ -150,12 +149,11 @@ def recommend(session: list[Choice]) -> Recommendation:
         else:
             lean.remove(leanest)
             picks.append(make_pick("Leanest", leanest, leanest.base, lean))
-    rounded = max(
-        (choice for choice in session if loses_precision(choice)), key=lambda choice: choice.speed, default=None
-    )
-    if rounded and rounded.speed > fastest.speed and not is_tie(rounded, fastest):
+    ladder = sorted(session, key=lambda choice: choice.comparable_speed)
+    rounded = next((choice for choice in reversed(ladder) if loses_precision(choice)), None)
+    if rounded and rounded.comparable_speed > fastest.comparable_speed and not is_tie(rounded, fastest):
         picks.append(make_pick("Faster, but it rounds more", rounded, fastest, []))
-    return Recommendation(title_of(fastest), picks, sorted(session, key=lambda choice: choice.speed))
+    return Recommendation(title_of(fastest), picks, ladder)
 
 
 def make_pick(label: str, choice: Choice, base: Choice | None, ties: list[Choice]) -> Pick:

@@ -138,3 +138,10 @@ def test_no_copied_command_names_a_file_that_a_clone_lacks(largest_page):
             commands |= {origin[1] for origin in [*trace.get("customdata", []), trace.get("meta", ["", ""])]}
     assert len(commands) > 200
     assert [command for command in commands if re.search(r"sotu|data\.path|out/|init_from", command)] == []
+
+
+def test_a_page_without_a_choice_has_no_section_of_what_to_take():
+    """results/h200x4 has one choice of each work."""
+    page = render_page(read_source(ROOT / "results/h200x4"))
+    assert "Take this" not in page
+    assert 'id="choices"' in page

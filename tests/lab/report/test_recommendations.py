@@ -19,11 +19,11 @@ def test_a_sweep_opens_with_its_fastest_and_its_leanest_choice(tmp_path):
         "Training gpt2_124m in amp, sequences of 1,024 tokens",
     ]
     for take in found:
-        speeds = [choice.speed for choice in take.ladder]
+        speeds = [choice.comparable_speed for choice in take.ladder]
         assert speeds == sorted(speeds)
         assert len(take.lines) == len(speeds)
         peaks = [choice.memory for choice in take.ladder]
-        assert take.picks[0].choice.speed == max(speeds)
+        assert take.picks[0].choice.comparable_speed == max(speeds)
         assert take.picks[-1].choice.memory == min(peaks)
     assert [pick.label for pick in found[0].picks] == ["Fastest", "Leanest"]
     assert [pick.label for pick in found[1].picks] == ["Fastest and leanest"]
@@ -57,6 +57,34 @@ def test_a_choice_that_rounds_more_is_named_apart(tmp_path):
         assert (rounded.label, rounded.choice.name) == ("Faster, but it rounds more", "decode int8")
         assert loses_precision(rounded.choice)
         assert "kernels.decode=triton" in fastest.command
+
+
+def test_the_ladder_follows_the_ratios(tmp_path):
+    """The median tokens/s of the leanest is higher, but its ratio to the baseline is lower."""
+    for number, (kernels, attn) in enumerate((("compile", "sdpa"), ("triton", "sdpa"), ("triton", "flash"))):
+        row = make_row(kernels, attn)
+        if attn == "sdpa" and kernels == "triton":
+            row["perf/tokens_per_sec"] *= 1.2
+        write_row(tmp_path / str(number), row | {"mem/peak_allocated_gib": 20 + number})
+    [take] = recommendations(read_source(tmp_path).measured)
+    names = [choice.name for choice in take.ladder]
+    assert max(take.ladder, key=lambda choice: choice.speed).name == "triton · sdpa"
+    assert names[-1] == take.picks[0].choice.name == "triton · flash"
+    ratios = [choice.ratio.value for choice in take.ladder]
+    assert ratios == sorted(ratios)
+
+
+def test_a_work_without_a_choice_is_left_out(tmp_path):
+    """Its row stays in the tables. Two commits or two ways to use GPUs are no choice of kernels either."""
+    write_row(tmp_path / "1", make_row())
+    write_row(tmp_path / "2", make_row("triton", "flash", "bf16"))
+    write_row(tmp_path / "3", make_row("triton", "sdpa", "bf16") | {"world_size": 2})
+    source = read_source(tmp_path)
+    assert len(source.measured) == 3
+    assert recommendations(source.measured) == []
+    assert recommendations(read_source(ROOT / "results/h200x4").measured) == []
+    for take in recommendations(read_source(ROOT / "results/h200").measured):
+        assert len(take.ladder) > 1
 
 
 def test_the_report_of_a_device_has_its_ladder():
