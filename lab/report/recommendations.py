@@ -1,8 +1,8 @@
 """What to take: the fastest and the leanest choice for each kind of work, the commands for them, and the ladder.
 
-Choices are compared within a session: one commit on one machine, with the same settings. The session that has the
-fastest choice counts; a session of a single choice recommends nothing. Choices that round more than their precision,
-such as fp8 or int8, are named apart. comparable_speed ranks the choices, so that their order follows the ratios.
+Choices are compared within a session: one commit on one machine, with the same settings. Of the fastest sessions the
+newest counts; a session of a single choice recommends nothing. Choices that round more than their precision, such as
+fp8 or int8, are named apart. comparable_speed ranks the choices, so that their order follows the ratios.
 """
 
 from collections import Counter
@@ -16,6 +16,7 @@ from lab.report.presets import model_title
 from lab.report.user_command import user_command
 from lab.sweep import compare
 
+MACHINES = 0.06  # two machines of one kind differ by so much
 LADDER = "choice", "tokens/s", "of the line above", "peak GiB"  # the columns of Recommendation.lines
 
 
@@ -62,7 +63,7 @@ class Recommendation:
 def recommendations(choices: list[Choice]) -> list[Recommendation]:
     """Return what to take for each kind of work of the choices, which all have a speed.
 
-    A work is left out if its fastest session has a single choice. For each preset, training on the shortest sequences
+    A work is left out if its newest_session() has a single choice. For each preset, training on the shortest sequences
     and generation of the fewest come first. The others follow. tiny is last.
     """
     works: dict[Work, list[Choice]] = {}
@@ -71,10 +72,9 @@ def recommendations(choices: list[Choice]) -> list[Recommendation]:
             works.setdefault(work_of(choice), []).append(choice)
     found: list[tuple[tuple, tuple, Recommendation]] = []
     for work, members in works.items():
-        exact = {id(choice): choice.comparable_speed for choice in members if not loses_precision(choice)}
-        best = max(sessions_of(members), key=lambda session: max(exact.get(id(choice), 0) for choice in session))
-        if exact and len(best) > 1:
-            own = recommend(best)
+        session = newest_session(sessions_of(members))
+        if len(session) > 1:
+            own = recommend(session)
             kind = work.preset == "tiny", len(work.preset), work.preset, work.generates
             found.append((kind, (work.size, work.prompt, -own.picks[0].choice.comparable_speed), own))
     found.sort(key=lambda each: each[:2])
@@ -107,6 +107,25 @@ def sessions_of(choices: list[Choice]) -> list[list[Choice]]:
         else:
             sessions.append([choice])
     return sessions
+
+
+def newest_session(sessions: list[list[Choice]]) -> list[Choice]:
+    """Return the newest session whose fastest choice is as fast as any session's, up to MACHINES; [] without one.
+
+    A choice that rounds more does not count. A session of a single choice comes after all sessions of several.
+    """
+    fastest: list[tuple[float, list[Choice]]] = []
+    for session in sessions:
+        speeds = [choice.comparable_speed for choice in session if not loses_precision(choice)]
+        if speeds:
+            fastest.append((max(speeds), session))
+    least = max((speed for speed, _ in fastest), default=0) * (1 - MACHINES)
+    found = [(len(session) > 1, start_of(session), speed, session) for speed, session in fastest if speed >= least]
+    return max(found, key=lambda each: each[:3])[-1] if found else []
+
+
+def start_of(session: list[Choice]) -> str:
+    return max(str(row.get("started", "")) for choice in session for row in choice.rows)
 
 
 class Work(NamedTuple):

@@ -17,7 +17,7 @@ from lab.sweep.compare import is_generation, sequences
 from runtime.config import check
 
 BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files
-SUFFIXES = "-rungs", "-today"  # of the names of a device's folders with its ladder, and with models of today
+SUFFIXES = "-rungs", "-today", "-fp8"  # of a device's folders: its ladder, models of today, fp8 beside bf16
 COLLECTED = "train.jsonl", "generate.jsonl"  # the files of runs in results/<device>/
 
 
@@ -127,8 +127,8 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
 def read_lines(folder: Path) -> tuple[list[StoredRow], list[str]]:
     """Return (the lines of a folder that hold a row, the places that hold none).
 
-    The folder of a device has the rows of its ladder and of today's models, too: results/h200 has those of
-    results/h200-rungs and results/h200-today.
+    The folder of a device has the rows of the folders with SUFFIXES, too: results/h200 has those of results/h200-rungs,
+    results/h200-today and results/h200-fp8.
     """
     lines, left_out = [], []
     for path in job_results(folder):

@@ -87,6 +87,29 @@ def test_a_work_without_a_choice_is_left_out(tmp_path):
         assert len(take.ladder) > 1
 
 
+def test_the_newest_of_the_fastest_sessions_counts(tmp_path):
+    """Two machines of one kind differ by 6%, so a lead of 3% says nothing. A single choice is no session to take."""
+    days, number = {1: 1.03, 2: 1.0, 3: 0.8, 4: 1.0}, 0  # day -> its speed
+    for day, speed in days.items():
+        for kernels, attn in (("triton", "flash"), ("eager", "sdpa"))[: 1 if day == 4 else 2]:
+            row = make_row(kernels, attn, scale=1 / speed)
+            env = row["env"] | {"git_commit": str(day)}
+            write_row(tmp_path / str(number), row | {"started": f"2026-11-2{day}T08:00:00+0000", "env": env})
+            number += 1
+    [take] = recommendations(read_source(tmp_path).measured)
+    assert {choice.row["started"][:10] for choice in take.ladder} == {"2026-11-22"}
+    assert len(take.ladder) == 2
+
+
+def test_the_page_of_a_device_has_fp8_beside_bf16():
+    """results/h200-fp8 has the only training of gpt2_1558m. It does not replace the ladder of gpt2_124m."""
+    source = read_source(ROOT / "results/h200")
+    assert "gpt2_1558m" in {choice.preset for choice in source.measured_choices}
+    titles = {take.title: take for take in recommendations(source.measured)}
+    large = titles["Training gpt2_1558m in bf16, sequences of 1,024 tokens"]
+    assert [pick.label for pick in large.picks] == ["Fastest", "Faster, but it rounds more"]
+
+
 def test_the_report_of_a_device_has_its_ladder():
     """results/h200-rungs is one sitting of eager PyTorch to fp8; its choices are in the page of results/h200."""
     ladder = recommendations(read_source(ROOT / "results/h200-rungs").measured)[0]
