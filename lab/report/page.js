@@ -80,7 +80,6 @@ function drawPanel(name, figure) {
     if (trace.text && plot.clientWidth < 480) trace.text = trace.text.map((text) => text.replace(/ \(.*\)/, ""));
   section.querySelector(".legend").replaceChildren(...legend(traces));
   Plotly.react(plot, traces, plotLayout(figure, traces, plot.clientWidth), { displayModeBar: false, responsive: true });
-  section.querySelector(".values table").replaceChildren(...valueRows(figure.layout, traces));
   if (plot.dataset.listens) return;
   plot.dataset.listens = "yes";
   plot.on("plotly_click", ({ points: [point] }) => copy((point.customdata || point.data.meta)?.[1]));
@@ -115,24 +114,6 @@ function element(tag, text) {
 
 function number(value) {
   return value.toLocaleString("en", { maximumSignificantDigits: Math.abs(value) < 1000 ? 4 : 21 });
-}
-
-// Returns the rows of the table that has a panel's values: a point each; of a line without points, its first and last.
-function valueRows(layout, traces) {
-  const plain = (label) => new DOMParser().parseFromString(label.replaceAll("<br>", " "), "text/html").body.textContent;
-  const { xaxis, yaxis, yaxis2 } = layout, rows = [];
-  for (const trace of traces.filter((trace) => trace.meta || trace.customdata)) {
-    trace.x.forEach((x, i) => {
-      const y = trace.y[i], isCategory = typeof y === "string";
-      if (trace.mode === "lines" && i && i < trace.x.length - 1) return;
-      const title = (trace.customdata?.[i] || trace.meta)[0].split("\n")[0];
-      const name = isCategory ? [plain(y), plain(trace.name)].filter(Boolean).join(": ") : title;
-      rows.push([trace.yaxis === "y2" ? `${name}: ${yaxis2.title.text}` : name, number(x), ...(isCategory ? [] : [number(y)])]);
-    });
-  }
-  const head = ["", xaxis.title.text, ...(yaxis.title.text ? [yaxis.title.text] : [])];
-  const line = (cells, tag) => { const row = document.createElement("tr"); row.append(...cells.map((cell) => element(tag, cell))); return row; };
-  return [line(head, "th"), ...rows.map((cells) => line(cells, "td"))];
 }
 
 function draw() {

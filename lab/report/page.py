@@ -21,7 +21,7 @@ from lab.report.colours import choice_colours
 from lab.report.describe import choice_name
 from lab.report.language_panel import language_panels
 from lab.report.panels import choice_panels, draw_speeds
-from lab.report.plot import plotly
+from lab.report.plot import plotly, value_table
 from lab.report.presets import preset_of
 from lab.report.recommendations import LADDER, recommendations
 from lab.report.source import ReportSource, StoredRow, make_source, read_lines
@@ -109,6 +109,7 @@ def render_page(source: ReportSource) -> str:
         recommendations=recommendations(source.measured),
         ladder_columns=LADDER,
         panels=panels,
+        values={panel.id: value_table(panel.figure) for panel in panels if panel.figure},
         notes=notes(source),
         tables=report_tables(source),
         colours=colours,

@@ -3,6 +3,7 @@
 import html
 import math
 import textwrap
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,6 +111,56 @@ def plotly(figure: Figure) -> dict:
         layout["yaxis2"] = {"title": {"text": figure.y_below}, "domain": [0, 0.26], "zeroline": True, "nticks": 4}
         yaxis["domain"], xaxis["anchor"] = [0.34, 1], "y2"
     return {"data": data, "layout": layout, "row": figure.row}
+
+
+@dataclass
+class ValueLine:
+    """A line of the table that has a figure's values. A filter ignores a setting that is ""."""
+
+    cells: list[str]
+    preset: str
+    precision: str
+
+
+def value_table(figure: Figure) -> tuple[list[str], list[ValueLine]]:
+    """Return the columns and the lines of a figure's table, for readers who cannot see the figure.
+
+    A figure of categories has a line for each category and a column for each series. Another figure has a line for each
+    point, and for the first and the last point of a curve. Series without an origin, such as a roofline, are left out.
+    """
+    series = [each for each in figure.series if each.origin or each.points[0].origin]
+    if series and isinstance(series[0].points[0].y, str):
+        return category_table(figure, series)
+    lines = []
+    for each, ending in [*((each, "") for each in series), *((each, f": {figure.y_below}") for each in figure.below)]:
+        points = each.points if each.mode != "lines" else [each.points[0], each.points[-1]]
+        for point in points:
+            origin = each.origin or point.origin
+            cells = [origin.hover.split("\n")[0] + ending, number(point.x), number(point.y)]
+            lines.append(ValueLine(cells, origin.preset, origin.precision))
+    return ["", figure.x, figure.y], lines
+
+
+def category_table(figure: Figure, series: list[Series]) -> tuple[list[str], list[ValueLine]]:
+    """Return value_table() of a figure of categories. Two points of one series in one category get two lines."""
+    names = [each.name or figure.x for each in series]
+    if len(set(names)) < len(names):
+        names = [f"{name}, {each.side}" for name, each in zip(names, series, strict=True)]
+    lines: dict[tuple, ValueLine] = {}
+    count: Counter[tuple] = Counter()
+    for column, each in enumerate(series, 1):
+        for point in each.points:
+            origin = each.origin or point.origin
+            key = point.y, origin.preset, origin.precision
+            count[column, key] += 1
+            empty = ValueLine([" ".join(point.y.split()), *[""] * len(series)], origin.preset, origin.precision)
+            lines.setdefault((key, count[column, key]), empty).cells[column] = number(point.x)
+    return ["", *names], list(lines.values())
+
+
+def number(value: float) -> str:
+    """Return 640219.4 as "640,219" and 0.123456 as "0.1235"."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def trace(series: Series) -> dict:

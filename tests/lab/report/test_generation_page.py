@@ -40,5 +40,6 @@ def test_the_page_of_a_sweep_of_generation_shows_its_rows(source, open_page):
 def test_nothing_is_wider_than_the_screen(source, open_page, width, options):
     tab = open_page(source.folder, width, **options)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    right = "Math.max(...[...document.querySelectorAll('.plot, td')].map(e => e.getBoundingClientRect().right))"
+    elements = "[...document.querySelectorAll('.plot, .values, .table td')]"  # .values scrolls its cells
+    right = f"Math.max(...{elements}.map(e => e.getBoundingClientRect().right))"
     assert tab.evaluate(right) <= width

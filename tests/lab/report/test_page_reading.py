@@ -11,6 +11,7 @@ import pytest
 
 from lab.report.colours import BACKEND_COLOURS, GREY, PART_COLOURS, contrast, text_on
 from lab.report.page import render_page, write_report
+from lab.report.plot import Figure, Point, Series, line, make_origin, value_table
 from lab.report.recommendations import recommendations
 from lab.report.source import read_source
 from tests.lab.report.sample_rows import write_sweep
@@ -71,6 +72,40 @@ def test_every_text_has_enough_contrast(folder, open_page):
     assert {"Take this", "As a table", "Precision"} <= {text for text, _, _ in texts}
 
 
+def test_every_chart_is_also_a_table_without_javascript(folder):
+    text = (folder / "report.html").read_text()
+    charts = re.findall(
+        r'<section class="card" id="(\w+)">.*?<div class="plot".*?<table>(.*?)</table>', text, re.DOTALL
+    )
+    assert len(charts) >= 8
+    for panel, table in charts:
+        assert table.count("<tr") > 2, panel
+        assert table.count("<td>") > 4, panel
+    speeds = [choice.speed for choice in read_source(folder).measured_choices]
+    assert all(f"<td>{speed:,.0f}</td>" in dict(charts)["speed"] for speed in speeds)
+
+
+def test_a_figure_of_categories_has_a_line_of_its_table_for_each():
+    """Two series of one name are distinguished by their side; a series without an origin is left out."""
+    series = []
+    for name, side, values in (("weights", "left", [1, 2]), ("weights", "right", [3]), ("", "left", [640219.4])):
+        points = [Point(x, y, make_origin([y], "", "tiny", "bf16")) for x, y in zip(values, "ab", strict=False)]
+        series.append(Series(name, "bars", points, side=side))
+    series.append(Series("", "bars", [Point(9, "a")]))
+    columns, lines = value_table(Figure("GiB", "", series))
+    assert columns == ["", "weights, left", "weights, right", "GiB, left"]
+    assert [line.cells for line in lines] == [["a", "1", "3", "640,219"], ["b", "2", "", ""]]
+    assert {(line.preset, line.precision) for line in lines} == {("tiny", "bf16")}
+
+
+def test_a_curve_has_its_ends_in_the_table():
+    curve = line("fast", {1: 5.0, 2: 4.5, 3: 4.0}, origin=make_origin(["fast"], ""))
+    columns, lines = value_table(Figure("step", "loss", [curve], below=[curve], y_below="difference"))
+    assert columns == ["", "step", "loss"]
+    cells = [["fast", "1", "5"], ["fast", "3", "4"], ["fast: difference", "1", "5"], ["fast: difference", "3", "4"]]
+    assert [each.cells for each in lines] == cells
+
+
 @pytest.mark.exhaustive
 def test_every_chart_is_also_a_table_of_what_the_filters_show(folder, open_page):
     tab = open_page(folder, 1000)
@@ -81,14 +116,16 @@ def test_every_chart_is_also_a_table_of_what_the_filters_show(folder, open_page)
         for panel, traces in drawn.items():
             label = tab.locator(f"#{panel} .plot").get_attribute("aria-label")
             assert label.endswith("below also as a table")
-            rows = tab.locator(f"#{panel} .values tr").evaluate_all(
-                "rows => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
+            lines = tab.locator(f"#{panel} .values tr:not(:first-child)").evaluate_all(
+                """lines => lines.filter((line) => !line.hidden)
+                    .map((line) => [...line.children].slice(1).map((cell) => cell.textContent).filter(Boolean))"""
             )
             shown = [trace for trace in traces if trace.get("customdata") or trace.get("meta")]
             points = sum(len(trace["customdata"]) if trace.get("customdata") else 2 for trace in shown)
-            assert len(rows) == 1 + points, panel
+            numbers = 1 if isinstance(shown[0]["y"][0], str) else 2  # of a point
+            assert sum(map(len, lines)) == numbers * points, panel
             if panel == "speed":
-                speeds = [float(row[1].replace(",", "")) for row in rows[1:]]
+                speeds = [float(line[0].replace(",", "")) for line in lines]
                 assert speeds == pytest.approx(traces[0]["x"], rel=1e-3)
 
 
