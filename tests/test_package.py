@@ -355,9 +355,23 @@ def test_the_pages_of_all_devices_are_an_artifact_of_the_public_workflow():
     folders = {path.parent.name for path in (ROOT / "results").glob("*/train.jsonl")}
     assert set(devices.split()) == {name for name in folders if "-" not in name}
     make = ["make", "--dry-run", "--old-file=.venv/installed", "pages"]
-    assert (
-        "cp -R results out/pages" in subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    )
+    recipe = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "cp -R results out/pages\ncp lab/report/pages.html out/pages/index.html\n" in recipe
+
+
+def test_the_list_of_pages_has_each_device_with_its_full_name():
+    """The name is that of the rows, after the number of GPUs at the end of the folder's name."""
+    text = (ROOT / "lab/report/pages.html").read_text()
+    [devices] = re.findall(r"^DEVICES := (.*)$", MAKEFILE, re.MULTILINE)
+    names = []
+    for device in devices.split():
+        row = json.loads((ROOT / f"results/{device}/train.jsonl").read_text().splitlines()[0])
+        count = device.partition("x")[2]
+        names.append((device, f"{count} x {row['env']['device']}" if count else row["env"]["device"]))
+    assert re.findall(r'<a href="(\w+)/report.html">(.*?)</a>', text) == names
+    assert '<a href="README.md">' in text
+    assert "<title>hotswap: what was measured</title>" in text
+    assert "<h1>hotswap: what was measured</h1>" in text
 
 
 def test_make_smoke_ends_with_three_valid_commands():

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import gzip
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from runtime.config import UserError, check
 from runtime.trackers import LoggerConfig
 
 HERE = Path(__file__).parent
+README = "results/README.md, the tables of all devices"
 # a row with wrong or missing values may raise these
 ROW_ERRORS = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
@@ -104,7 +106,8 @@ def render_page(source: ReportSource) -> str:
     precisions |= {row["config"]["precision"] for row in source.searches}
     jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html.j2").render(
-        name=source.folder.resolve().name,
+        title=f"hotswap: what was measured {'on' if source.from_results else 'in'} {source.folder.resolve().name}",
+        links=links() if source.from_results else {},
         filters={"Preset": sorted(presets - {""}), "Precision": sorted(precisions - {""})},
         recommendations=recommendations(source.measured),
         ladder_columns=LADDER,
@@ -120,6 +123,19 @@ def render_page(source: ReportSource) -> str:
             "data": pack(json.dumps(figures, separators=(",", ":"), allow_nan=False)),
         },
     )
+
+
+def links() -> dict[str, str]:
+    """Return name -> address of what a page of results/ links.
+
+    A workflow of GitHub knows the repository's address. Elsewhere results/README.md is beside the page's folder, also
+    in out/pages.
+    """
+    server, name = (os.environ.get(f"GITHUB_{key}") for key in ("SERVER_URL", "REPOSITORY"))
+    if not (server and name):
+        return {README: "../README.md"}
+    address = f"{server}/{name}"
+    return {README: f"{address}/blob/HEAD/results/README.md", "the repository": address}
 
 
 def pack(text: str) -> str:

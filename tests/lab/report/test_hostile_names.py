@@ -137,7 +137,7 @@ def test_a_page_of_a_verdict_and_a_table_of_hostile_texts(folder):
 def test_no_markup_of_a_row_runs_in_a_browser(open_page, report, folder):
     """Neither in a table, nor in a legend, whose names are HTML, nor in the text of a point."""
     tab = open_page(folder)
-    assert tab.title() == "hotswap: sweep"
+    assert tab.title() == "hotswap: what was measured in sweep"
     assert tab.locator("img").count() == 0
     assert MARKUP in tab.inner_text("#families .legend")
     commands = tab.evaluate("[...document.querySelectorAll('.copy')].map((button) => button.dataset.command)")

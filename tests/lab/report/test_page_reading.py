@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab.report.colours import BACKEND_COLOURS, GREY, PART_COLOURS, contrast, text_on
-from lab.report.page import render_page, write_report
+from lab.report.page import links, render_page, write_report
 from lab.report.plot import Figure, Point, Series, line, make_origin, value_table
 from lab.report.recommendations import recommendations
 from lab.report.source import read_source
@@ -150,8 +150,10 @@ def test_the_page_opens_with_what_to_take_and_copies_its_command(folder, open_pa
 
 @pytest.fixture(scope="module")
 def largest_page():
-    """The page of results/h200, which has most rows."""
-    return render_page(read_source(ROOT / "results/h200"))
+    """The page of results/h200, which has most rows, as written outside of a workflow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GITHUB_REPOSITORY", raising=False)
+        return render_page(read_source(ROOT / "results/h200"))
 
 
 def unpack(page: str, id: str) -> str:
@@ -182,3 +184,17 @@ def test_a_page_without_a_choice_has_no_section_of_what_to_take():
     page = render_page(read_source(ROOT / "results/h200x4"))
     assert "Take this" not in page
     assert 'id="choices"' in page
+
+
+def test_a_page_of_results_has_a_title_and_links(largest_page, monkeypatch, folder):
+    """results/README.md is beside the page's folder in results/ and in out/pages. A workflow knows the repository."""
+    title = "hotswap: what was measured on h200"
+    assert f"<title>{title}</title>" in largest_page
+    assert f"<h1>{title}</h1>" in largest_page
+    assert re.findall(r'<a href="(.*?)"', largest_page) == ["../README.md"]
+    assert (ROOT / "results/h200" / "../README.md").exists()
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    address = "https://github.com/owner/name"
+    assert list(links().values()) == [f"{address}/blob/HEAD/results/README.md", address]
+    assert "<a href" not in (folder / "report.html").read_text()  # a sweep's folder may be anywhere
