@@ -40,7 +40,7 @@ def report_tables(source: ReportSource) -> list[Table]:
     verdict_lines = [Line(verdict.verdict_cells(row), source.row_command(row)) for row in verdicts]
     tables = [
         Table("verdicts", "Verdicts", verdict.COLUMNS, verdict_lines),
-        choice_table("choices", "Every choice", source.measured_choices),
+        choice_table("choices", "Every choice of training", source.measured_choices),
         choice_table("generations", "Every choice of generation", source.measured_generations),
         Table("searches", "Every longest context", HEAD, searches),
         Table("failures", "No result", ["run", "reason"], failures(source)),

@@ -116,10 +116,19 @@ function number(value) {
   return value.toLocaleString("en", { maximumSignificantDigits: Math.abs(value) < 1000 ? 4 : 21 });
 }
 
+// Writes "12 rows", or "3 of 12 rows" if the filters hide some.
+function countRows(count) {
+  const rows = [...count.closest("section").querySelectorAll("tr:not(:first-child)")];
+  const shown = rows.filter((row) => !row.hidden).length;
+  count.dataset.all ||= count.textContent;
+  count.textContent = (shown < rows.length ? `${shown} of ` : "") + count.dataset.all;
+}
+
 function draw() {
   hover.classList.remove("on");
   for (const [name, figure] of Object.entries(figures)) drawPanel(name, figure);
   document.querySelectorAll("[data-preset]").forEach((row) => (row.hidden = !isShown(row.dataset)));
+  document.querySelectorAll(".count").forEach(countRows);
 }
 
 async function copy(command) {

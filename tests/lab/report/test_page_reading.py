@@ -198,3 +198,30 @@ def test_a_page_of_results_has_a_title_and_links(largest_page, monkeypatch, fold
     address = "https://github.com/owner/name"
     assert list(links().values()) == [f"{address}/blob/HEAD/results/README.md", address]
     assert "<a href" not in (folder / "report.html").read_text()  # a sweep's folder may be anywhere
+
+
+@pytest.mark.exhaustive
+def test_a_long_table_is_closed_and_says_what_is_in_it(open_page, largest_page, tmp_path):
+    """results/h200 was 37 screens high. A filter acts on a closed table, and on its count."""
+    (tmp_path / "report.html").write_text(largest_page)
+    tab = open_page(tmp_path)
+    source = read_source(ROOT / "results/h200")
+    for id, title, count in (
+        ("choices", "Every choice of training", len(source.measured_choices)),
+        ("generations", "Every choice of generation", len(source.measured_generations)),
+    ):
+        assert tab.locator(f"#{id} details").get_attribute("open") is None
+        assert tab.inner_text(f"#{id}") == f"{title} {count} rows"
+    few = len([choice for choice in source.measured_choices if choice.preset == "gpt2_1558m"])
+    tab.select_option("#preset", "gpt2_1558m")
+    assert tab.inner_text("#choices .count") == f"{few} of {len(source.measured_choices)} rows"
+    tab.locator("#choices summary").click()
+    assert tab.locator("#choices tr[data-preset]:visible").count() == few > 0
+    assert not tab.locator("#speed.empty").count()
+
+
+@pytest.mark.exhaustive
+def test_a_short_table_is_open(folder, open_page):
+    tab = open_page(folder)
+    assert tab.locator("#choices tr[data-preset]:visible").count() == 12
+    assert tab.inner_text("#choices .count") == "12 rows"
