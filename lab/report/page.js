@@ -87,24 +87,27 @@ function drawPanel(name, figure) {
   plot.on("plotly_unhover", () => hover.classList.remove("on"));
 }
 
-// Shows the text of a point in a box beside it: beside the whole plot for a bar, which keeps its neighbours visible.
+// Shows the text of a point in a box beside it, inside the panel's card: the neighbouring panels stay visible. The box is
+// right or left of the point if there is room, else below or above. Left of the end of a bar, it would hide the bar.
 function showHover(plot, point) {
   const [text, command] = point.customdata || point.data.meta, { bbox, data } = point;
   const [title, ...lines] = text.split("\n");
   if (data.meta) lines.unshift(`${number(point.x)}: ${number(point.y)}`);
   const parts = [["b", title], ...lines.map((line) => ["p", line]), ["code", command]];
   hover.replaceChildren(...parts.map(([tag, text]) => element(tag, text)));
+  const gap = 10, card = plot.closest(".card").getBoundingClientRect(), height = document.documentElement.clientHeight;
+  hover.style.maxWidth = `${Math.min(440, card.width)}px`;
   const area = plot.getBoundingClientRect(), box = hover.getBoundingClientRect();
   const x = area.left - plot.offsetLeft, y = area.top - plot.offsetTop; // Plotly counts from the offset parent
   const mark = { left: x + bbox.x0, right: x + bbox.x1, top: y + bbox.y0, bottom: y + bbox.y1 };
-  if (data.type === "bar") Object.assign(mark, { left: area.left, right: area.right });
-  const gap = 10, { clientWidth: width, clientHeight: height } = document.documentElement;
-  const middle = Math.max(gap, Math.min((mark.top + mark.bottom - box.height) / 2, height - box.height - gap));
-  let place = [gap, mark.bottom + gap]; // below; above if there is no room
-  if (place[1] + box.height > height) place = [gap, mark.top - box.height - gap];
-  if (mark.right + gap + box.width < width) place = [mark.right + gap, middle];
-  else if (mark.left - gap - box.width > 0) place = [mark.left - gap - box.width, middle];
-  hover.style.translate = `${place[0]}px ${place[1]}px`;
+  const clamp = (value, low, high) => Math.max(low, Math.min(value, high));
+  let left = mark.right + gap, top = clamp((mark.top + mark.bottom - box.height) / 2, gap, height - box.height - gap);
+  if (left + box.width > card.right && data.type !== "bar") left = mark.left - gap - box.width;
+  if (left < card.left || left + box.width > card.right) {
+    left = clamp((mark.left + mark.right - box.width) / 2, card.left, card.right - box.width);
+    top = mark.bottom + gap + box.height < height ? mark.bottom + gap : Math.max(gap, mark.top - box.height - gap);
+  }
+  hover.style.translate = `${left}px ${top}px`;
   hover.classList.add("on");
 }
 
