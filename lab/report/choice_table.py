@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.judge import verdict
-from lab.report.choices import Choice
+from lab.report.choices import Choice, add_unmeasured_losses
 from lab.report.max_context_table import HEAD, search_cells
 from lab.report.source import ReportSource, found_length
 from lab.report.tables import markdown_table, markdown_text
-from lab.sweep.table import figure_columns, number_cell, speed
+from lab.sweep.table import figure_columns, has_figures, number_cell, read_sort, speed
 
 ENVIRONMENT = "device", "driver", "cuda", "cudnn", "torch", "triton", "python", "git_commit"
 
@@ -40,12 +40,18 @@ def report_tables(source: ReportSource) -> list[Table]:
     verdict_lines = [Line(verdict.verdict_cells(row), source.row_command(row)) for row in verdicts]
     tables = [
         Table("verdicts", "Verdicts", verdict.COLUMNS, verdict_lines),
-        choice_table("choices", "Every choice of training", source.measured_choices),
+        choice_table("choices", "Every choice of training", listed_choices(source)),
         choice_table("generations", "Every choice of generation", source.measured_generations),
         Table("searches", "Every longest context", HEAD, searches),
         Table("failures", "No result", ["run", "reason"], failures(source)),
     ]
     return [table for table in tables if table.lines]
+
+
+def listed_choices(source: ReportSource) -> list[Choice]:
+    """Return the choices of training that have a speed or a validation loss, in the order of sweep.sort."""
+    sort = read_sort(source.folder, [row for choice in source.choices for row in choice.rows])
+    return add_unmeasured_losses(source.measured_choices, source.choices, sort)
 
 
 def choice_table(id: str, title: str, choices: list[Choice]) -> Table:
@@ -61,6 +67,7 @@ def choice_columns(choices: list[Choice]) -> dict[str, Callable[[Choice], str]]:
     cells["parity"] = lambda row: verdict_text(row.get("parity"), ["loss", "gradient"])
     cells["proof"] = lambda row: verdict_text(row.get("proof"), ["logits"])
     columns = {name: lambda choice, cell=cell: cell(choice.row) for name, cell in cells.items()}
+    columns["val loss"] = lambda choice: choice.loss_text
     columns["peak GiB"] = lambda choice: f"{choice.memory:.{2 if choice.generates else 1}f}" if choice.memory else ""
     first = {"choice": lambda choice: choice.title, "tokens/s": speed_cell}
     columns = {**first, "of the baseline": lambda choice: choice.ratio_text, **columns}
@@ -94,7 +101,7 @@ def failures(source: ReportSource) -> list[Line]:
     lines = []
     for choice in source.all_choices:
         for row in choice.rows:
-            if not speed(row):
+            if not has_figures(row):
                 reason = "too short" if row["status"] == "ok" else row["status"]
                 lines.append(Line([choice.title, reason], choice.command, choice))
     for row in source.benchmarks["context"]:

@@ -1,15 +1,18 @@
 """Group runs into choices of kernels, name each choice, and compare it with its baseline."""
 
+import contextlib
+import math
 import re
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 
 from lab.report.describe import BASELINE, choice_name, commit, prefill_name, prompt_tokens
 from lab.report.presets import model_title, preset_of
 from lab.report.user_command import user_command
-from lab.rerun import rerun_command
+from lab.rerun import LONGEST, brief, is_own, rerun_command
 from lab.sweep import compare
-from lab.sweep.table import comparable_speed, median_speed, speed, speed_key
+from lab.sweep.table import comparable_speed, has_figures, median_speed, shown_run, speed, speed_key, val_loss
 
 # The names of baselines start with these. compile may have another mode: "compile, MODE · sdpa"
 COMPILED, EAGER = re.compile(rf"{BASELINE[0]}(, [\w-]+)? · {BASELINE[1]}"), "eager ·"
@@ -22,6 +25,7 @@ class Choice:
     rows: list[dict]
     number: int = 0
     qualifier: str = ""  # the settings that distinguish it from choices of the same name: "124M · bf16"
+    has_lowest_loss: bool = False  # of several choices, its validation loss is the lowest
     base: "Choice | None" = None  # the choice that it is compared with; None without a speed
     ratio: compare.Ratio | None = None  # of their speeds; None if there are too few timed intervals
     from_results: bool = False  # the rows are of results/
@@ -76,6 +80,19 @@ class Choice:
         return tuple(self.row.get(f"{speed_key(self.row)}/{quantile}") or self.speed for quantile in ("p20", "p80"))
 
     @property
+    def val_loss(self) -> float | None:
+        """The validation loss that the sweep's table shows: of the run with the median speed; None without one."""
+        runs = list(filter(has_figures, self.rows))
+        return val_loss(shown_run(runs)) if runs else None
+
+    @property
+    def loss_text(self) -> str:
+        """The validation loss, such as "best 2.5442" for the lowest of several choices; empty without one."""
+        if self.val_loss is None:
+            return ""
+        return f"best {self.val_loss:.4f}" if self.has_lowest_loss else f"{self.val_loss:.4f}"
+
+    @property
     def memory(self) -> float | None:
         """The largest peak of the runs, in GiB."""
         peaks = [row.get("mem/peak_allocated_gib") or row.get("mem/peak_rss_gib") for row in self.rows]
@@ -123,17 +140,48 @@ def set_qualifiers(choices: list[Choice]) -> None:
 
     All choices are of training, or all of generation. The qualifier has the model, the precision and the length of a
     training's sequences if they vary among all choices. It has another setting only if the setting varies among choices
-    whose titles are equal so far.
+    whose titles are equal so far. If titles are still equal, it has the varying_overrides().
     """
     settings = [identifying_settings(choice) for choice in choices]
     for name in max(settings, key=len, default=()):  # a run that failed before it had a config has fewer
-        titles = ["" if name in ("model", "precision", "length") else choice.title for choice in choices]
+        if name == "number":
+            add_qualifiers(choices, varying_overrides(choices))
         values = [each.get(name, "") for each in settings]
-        if name == "length" and len({*values} - {""}) < 2:  # a run that never started has none
-            continue
-        texts = varying_texts(titles, values)
-        for choice, text in zip(choices, texts, strict=True):
-            choice.qualifier = " · ".join(filter(None, (choice.qualifier, text)))
+        titles = [choice.title for choice in choices]
+        if name in ("model", "precision", "length"):
+            if len({*values} - {""}) < 2:  # a run that never started has none
+                continue
+            titles = [""] * len(choices)
+        add_qualifiers(choices, varying_texts(titles, values))
+
+
+def add_qualifiers(choices: list[Choice], texts: list[str]) -> None:
+    for choice, text in zip(choices, texts, strict=True):
+        choice.qualifier = " · ".join(filter(None, (choice.qualifier, text)))
+
+
+def varying_overrides(choices: list[Choice]) -> list[str]:
+    """Return what varies in the commands of the choices with the same title: "optim.learning_rate=0.003"."""
+    overrides = [command_overrides(choice.row) for choice in choices]
+    same_title: dict[str, list[dict[str, str]]] = {}
+    for choice, values in zip(choices, overrides, strict=True):
+        same_title.setdefault(choice.title, []).append(values)
+    texts = []
+    for choice, values in zip(choices, overrides, strict=True):
+        others = same_title[choice.title]
+        varying = [key for key in values if any(other.get(key) != values[key] for other in others)]
+        texts.append(", ".join(brief(f"{key}={values[key]}") for key in varying))
+    return texts
+
+
+def command_overrides(row: dict) -> dict[str, str]:
+    """Return {key: value} of the overrides in a row's command, except keys without an effect on its figures."""
+    command, words = row.get("command"), []
+    if isinstance(command, str) and len(command) <= LONGEST:
+        with contextlib.suppress(ValueError):  # it is no shell command
+            words = shlex.split(command)
+    pairs = (word.lstrip("+").split("=", 1) for word in words if "=" in word and not word.startswith("-"))
+    return {key: value for key, value in pairs if not is_own(key)}
 
 
 def varying_texts(titles: list[str], texts: list[str]) -> list[str]:
@@ -162,6 +210,24 @@ def identifying_settings(choice: Choice) -> dict[str, str]:
     settings["device"] = row.get("env", {}).get("device", "")
     settings["commit"] = commit(row) if "env" in row else ""
     return settings | {"number": f"choice {choice.number}"}
+
+
+def mark_lowest_loss(choices: list[Choice]) -> None:
+    """Mark the lowest validation loss, if several choices have one."""
+    losses = [choice.val_loss for choice in choices if choice.val_loss is not None]
+    for choice in choices:
+        choice.has_lowest_loss = len(losses) > 1 and choice.val_loss == min(losses)
+
+
+def add_unmeasured_losses(measured: list[Choice], choices: list[Choice], sort: str) -> list[Choice]:
+    """Return the measured choices, and then those of `choices` that have a validation loss but no speed.
+
+    With sort="val/loss" the lowest loss comes first. Among equal losses, the order stays.
+    """
+    listed = [*measured, *(choice for choice in choices if not choice.speed and choice.val_loss is not None)]
+    if sort == "val/loss":
+        listed.sort(key=lambda choice: math.inf if choice.val_loss is None else choice.val_loss)
+    return listed
 
 
 def compare_choices(choices: list[Choice], force: bool, from_results: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.report.choices import Choice, compare_choices, group_runs, set_qualifiers
+from lab.report.choices import Choice, compare_choices, group_runs, mark_lowest_loss, set_qualifiers
 from lab.report.describe import newest_choices, newest_searches, prompt_tokens
 from lab.report.user_command import clone_command
 from lab.rerun import rerun_command
@@ -120,6 +120,7 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
     )
     for same_kind in (choices, generations):
         set_qualifiers(same_kind)
+        mark_lowest_loss(same_kind)
         compare_choices([choice for choice in same_kind if choice.speed], force, from_results)
     return ReportSource(folder, choices, generations, benchmarks, from_results, left_out)
 

@@ -24,11 +24,12 @@ from omegaconf import DictConfig, OmegaConf
 from common.terminal import override, printable, shell_command
 from kernels.names import OPS, config_key
 from lab.sweep.jobs import SweepJob, gpu_slots, plan_jobs, run_jobs
-from lab.sweep.table import SORTS, sweep_table
+from lab.sweep.table import SORTS, sweep_table, write_sort
 from model.executed import called_ops
 from runtime import compat
 from runtime.command import as_typed, config_flags, program
 from runtime.config import UserError, check, parse
+from runtime.folders import explain_unwritable
 from runtime.ranks import world_size
 from runtime.row import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
@@ -172,6 +173,8 @@ class Launcher(launcher.Launcher):
             signals.looping = True
             print(f"sweep    {len(jobs)} jobs, {sum(job.done for job in jobs)} of them done before; {pace}")
             print(f"folder   {folder}", flush=True)
+            with explain_unwritable(folder):
+                write_sort(folder, cfg.sweep.sort)
             run_jobs(jobs, gpus, cfg.sweep.timeout, lock, signals)
             for job in jobs:
                 if job.died:  # it could not send its row itself

@@ -1,14 +1,18 @@
 """The table of a sweep: the figures of each choice, best first, and the ratio of its speed to the first choice's."""
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
+from common.files import read_json, write_json
 from lab.sweep.compare import Ratio, differences, is_generation, ratio
 from runtime.power import tokens_per_joule_cell
 
 Cell = Callable[[dict], str]  # from a row to a cell of the table
 SORTS = "speed", "val/loss"  # sweep.sort: fastest first, or the lowest validation loss first
+SORT_FILE = "sweep.json"  # in the folder of a sweep: its sweep.sort, for the report
 
 
 def speed_key(row: dict) -> str:
@@ -145,6 +149,19 @@ def sweep_table(choices: dict[str, list[dict]], sort: str = "speed", logs: dict[
             reason = "too short" if rows[0]["status"] == "ok" else rows[0]["status"]
             lines.append([name, "  ".join(filter(None, [reason, (logs or {}).get(name)]))])
     return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines)
+
+
+def write_sort(folder: Path, sort: str) -> None:
+    """Write sweep.sort into the folder of the sweep. Its rows do not have it, because a sweep may be sorted again."""
+    write_json(folder / SORT_FILE, {"sort": sort})
+
+
+def read_sort(folder: Path, rows: Iterable[dict]) -> str:
+    """Return the sweep.sort of the sweep in this folder. Rows that another launcher than ours made have it, too."""
+    sorts = [(row.get("config", {}).get("sweep") or {}).get("sort") for row in rows]
+    with contextlib.suppress(OSError, ValueError):  # no file, or a damaged one
+        sorts = [read_json(folder / SORT_FILE).get("sort")]
+    return "val/loss" if "val/loss" in sorts else "speed"
 
 
 def has_figures(row: dict) -> bool:

@@ -22,6 +22,7 @@ from lab.report.source import read_source
 from lab.report.tables import throughput
 from lab.rows import append_rows
 from lab.sweep import compare
+from lab.sweep.table import write_sort
 from runtime.config import UserError
 from scripts import report
 from tests.lab.report.sample_rows import ENV, make_config, make_generation_row, make_row, write_row, write_sweep
@@ -250,6 +251,73 @@ def test_a_mistake_is_one_line(called, tmp_path):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert called("report.py", report.main, "--wandb")[0] > 0
+
+
+def write_learning_rates(folder, losses, **figures):
+    """Write the rows of a sweep of learning rates. Each has the lowest validation loss of its `losses`."""
+    for number, (rate, loss) in enumerate(losses.items(), 1):
+        row = make_row() | {"val/loss": 9.0, "val/loss/min": loss} | figures
+        row["config"] |= {"optim": {"learning_rate": float(rate)}, "out_dir": f"out/then/{number}-learning_rate"}
+        row["command"] += f" optim.learning_rate={rate}"
+        write_row(folder / f"{number}-learning_rate", row)
+
+
+def markdown_cells(folder):
+    """Return the tables of report.md: [[cell, ...], ...]."""
+    lines = (folder / "report.md").read_text().splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+
+
+def test_the_report_of_a_sweep_names_what_varies_and_marks_the_lowest_loss(called, tmp_path):
+    """As in the sweep's table, and in the order of its sweep.sort."""
+    write_learning_rates(tmp_path, {"0.001": 2.75, "0.003": 2.5, "0.01": 3.0})
+    orders = {}
+    for sort in ("val/loss", "speed"):
+        write_sort(tmp_path, sort)
+        assert called("report.py", report.main, tmp_path)[0] == 0
+        head, *lines = markdown_cells(tmp_path)
+        cells = [dict(zip(head, line, strict=True)) for line in lines]
+        assert {line["choice"]: line["val loss"] for line in cells} == {
+            "eager · sdpa (optim.learning_rate=0.001)": "2.7500",
+            "eager · sdpa (optim.learning_rate=0.003)": "best 2.5000",
+            "eager · sdpa (optim.learning_rate=0.01)": "3.0000",
+        }
+        orders[sort] = [line["val loss"] for line in cells]
+    assert orders["val/loss"] == ["best 2.5000", "2.7500", "3.0000"]
+    assert orders["speed"][0] == "2.7500"  # as fast as the others, and the first job
+
+
+def test_a_sweep_of_another_launcher_has_its_order_in_its_rows(tmp_path):
+    write_learning_rates(tmp_path, {"0.001": 2.75, "0.003": 2.5})
+    for path in tmp_path.glob("*/result.json"):
+        row = json.loads(path.read_text())
+        row["config"]["sweep"] = {"sort": "val/loss"}
+        path.write_text(json.dumps(row))
+    [table] = report_tables(read_source(tmp_path))
+    losses = [line.cells[table.columns.index("val loss")] for line in table.lines]
+    assert losses == ["best 2.5000", "2.7500"]
+
+
+def test_runs_too_short_for_a_speed_have_their_loss_in_the_report(tmp_path):
+    write_learning_rates(tmp_path, {"0.001": 2.75, "0.003": 2.5}, **{"perf/tokens_per_sec": None, "perf/laps_s": []})
+    [table] = report_tables(read_source(tmp_path))
+    losses = [line.cells[table.columns.index("val loss")] for line in table.lines]
+    assert losses == ["2.7500", "best 2.5000"]
+
+
+def test_a_single_loss_is_not_the_best(tmp_path):
+    write_learning_rates(tmp_path, {"0.001": 2.75})
+    [choice] = read_source(tmp_path).choices
+    assert choice.loss_text == "2.7500"
+
+
+@pytest.mark.parametrize("command", [None, 3, "python 'train.py", "x" * 200_000], ids=["none", "3", "quote", "long"])
+def test_choices_whose_commands_do_not_tell_them_apart_are_numbered(tmp_path, command):
+    for seed in (1, 2):
+        row = make_row() | {"command": command}
+        row["config"]["seed"] = seed
+        write_row(tmp_path / str(seed), row)
+    assert [choice.qualifier for choice in read_source(tmp_path).choices] == ["choice 0", "choice 1"]
 
 
 def test_folders_side_by_side(called, tmp_path):

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 import train
 from kernels.registry import impl_by_op, impls
 from lab.sweep import jobs, launcher
+from lab.sweep.table import read_sort
 from model.executed import called_ops
 from runtime.config import UserError
 from runtime.row import lock_folder
@@ -135,7 +136,7 @@ def test_a_job_leaves_a_row_however_it_ends(sweep):
 
 
 def test_a_sweep_is_sorted_by_validation_loss(sweep):
-    """The same command with another order prints the table again, and runs no job."""
+    """The same command with another order prints the table again, and runs no job. The report reads the last order."""
     evaluate = "train.eval_every=5"
     code, out, err = sweep("seed=1,2,3,4", evaluate, "sweep.sort=val/loss")
     assert (code, err) == (0, "")
@@ -147,10 +148,14 @@ def test_a_sweep_is_sorted_by_validation_loss(sweep):
         ("2-seed.2", ["3.000", "3.0000"]),
         ("1-seed.1", ["3.000", "4.0000"]),
     ]
+    assert read_sort(Path("sweep"), read_rows().values()) == "val/loss"
     code, out, err = sweep("seed=1,2,3,4", evaluate)
     assert (code, err) == (0, "")
     assert out.startswith("sweep    4 jobs, 4 of them done before")
     assert [line.split()[0][0] for line in out.splitlines()[-5:-1]] == ["4", "3", "2", "1"]
+    assert read_sort(Path("sweep"), read_rows().values()) == "speed"
+    Path("sweep/sweep.json").write_text("{}")  # a damaged file
+    assert read_sort(Path("sweep"), []) == "speed"
 
 
 @pytest.mark.parametrize(
