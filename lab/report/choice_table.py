@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lab.judge import verdict
 from lab.report.choices import Choice, add_unmeasured_losses
+from lab.report.describe import log_path
 from lab.report.max_context_table import HEAD, search_cells
 from lab.report.source import ReportSource, found_length
 from lab.report.tables import markdown_table, markdown_text
@@ -43,7 +44,7 @@ def report_tables(source: ReportSource) -> list[Table]:
         choice_table("choices", "Every choice of training", listed_choices(source)),
         choice_table("generations", "Every choice of generation", source.measured_generations),
         Table("searches", "Every longest context", HEAD, searches),
-        Table("failures", "No result", ["run", "reason"], failures(source)),
+        failures_table(failures(source)),
     ]
     return [table for table in tables if table.lines]
 
@@ -103,13 +104,22 @@ def failures(source: ReportSource) -> list[Line]:
         for row in choice.rows:
             if not has_figures(row):
                 reason = "too short" if row["status"] == "ok" else row["status"]
-                lines.append(Line([choice.title, reason], choice.command, choice))
+                cells = [choice.title, reason, log_path(source.folder, row)]
+                lines.append(Line([*filter(None, cells)], choice.command, choice))
     for row in source.benchmarks["context"]:
         if not found_length(row):
             shortest = f"not even 128 tokens: {row.get('context/train/limit')}"
             reason = shortest if row["status"] == "ok" else row["status"]
             lines.append(Line([f"longest context, {row['name']}", reason], source.row_command(row)))
     return lines
+
+
+def failures_table(lines: list[Line]) -> Table:
+    """Return the table of failures(). Its last column has the log.txt of failed jobs, if there is one."""
+    columns = ["run", "reason", "log"][: max((len(line.cells) for line in lines), default=2)]
+    for line in lines:
+        line.cells += [""] * (len(columns) - len(line.cells))
+    return Table("failures", "No result", columns, lines)
 
 
 def notes(source: ReportSource) -> list[str]:

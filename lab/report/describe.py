@@ -1,7 +1,9 @@
 """Name a row's model, kernels and settings, and select the newest rows."""
 
+import os
 import re
 from collections import Counter
+from pathlib import Path
 
 from kernels.names import OPTIMIZER_OPS, default_impl, ops_with_a_choice, preset_name
 from lab.sweep.compare import is_generation, peer_name, sequences
@@ -10,6 +12,17 @@ from model.config import GPTConfig
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
 SMALLEST = 1e8  # parameters: a model of a few million measures the host
 NAMED_OPS = ops_with_a_choice()
+
+
+def log_path(folder: Path, row: dict) -> str:
+    """Return the path in `folder`, a sweep's, of the log.txt of a failed job; empty if there is none.
+
+    A job that ended before it had a config has the name of its folder.
+    """
+    out_dir = row.get("config", {}).get("out_dir") or row.get("name") or ""
+    path = os.path.join(PurePath(out_dir).name, "log.txt")
+    exists = os.path.exists(folder / path)  # False for a name that no file can have
+    return path if exists and row["status"].startswith("failed") else ""
 
 
 def model_size(row: dict) -> str:

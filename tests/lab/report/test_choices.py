@@ -311,6 +311,28 @@ def test_a_single_loss_is_not_the_best(tmp_path):
     assert choice.loss_text == "2.7500"
 
 
+def test_a_failed_job_has_its_log_in_the_report(called, tmp_path):
+    """Also a job that ended before it had a config. The sweep's folder may have another name now."""
+    write_learning_rates(tmp_path, {"0.001": 2.75, "0.003": 2.5, "1e9": 3.0, "2e9": 3.0})
+    for number, status in ((2, "unavailable: no GPU"), (3, "failed: the run has diverged"), (4, "failed: why")):
+        folder = tmp_path / f"{number}-learning_rate"
+        row = json.loads((folder / "result.json").read_text()) | {"status": status, "name": folder.name}
+        if number == 4:
+            del row["config"]
+        (folder / "result.json").write_text(json.dumps(row))
+        (folder / "log.txt").touch()
+    assert called("report.py", report.main, tmp_path)[0] == 0
+    place = markdown_cells(tmp_path).index(["run", "reason", "log"])
+    assert markdown_cells(tmp_path)[place + 1 :] == [
+        ["eager · sdpa (optim.learning_rate=0.003)", "unavailable: no GPU", ""],
+        ["eager · sdpa (optim.learning_rate=1e9)", "failed: the run has diverged", "3-learning_rate/log.txt"],
+        ["4-learning_rate", "failed: why", "4-learning_rate/log.txt"],
+    ]
+    (tmp_path / "3-learning_rate/log.txt").unlink()
+    (tmp_path / "4-learning_rate/log.txt").unlink()
+    assert report_tables(read_source(tmp_path))[-1].columns == ["run", "reason"]
+
+
 @pytest.mark.parametrize("command", [None, 3, "python 'train.py", "x" * 200_000], ids=["none", "3", "quote", "long"])
 def test_choices_whose_commands_do_not_tell_them_apart_are_numbered(tmp_path, command):
     for seed in (1, 2):
