@@ -34,6 +34,9 @@ from runtime.signals import exit_quietly
 
 T = TypeVar("T")
 TEXT_KEYS = {"prompt", "stop", "notes", "training"}  # their values are text, so `~` at the start is not expanded
+# why a sweeper such as Optuna's is refused, whether its plugin is installed (lab/sweep/launcher.py) or not
+NEEDS_RESULTS = "needs a result from each job, and sweeps here give it none (see lab/README.md)"
+NEEDS_RESULTS += "; leave it out to run every combination"
 made_folders: list[Path] = []  # the folders that this job has made. At its end, the empty ones are removed
 
 
@@ -284,6 +287,9 @@ def explain_error(error: Exception, schema: type) -> str:
     if match := re.search(r"Could not find '((?:hydra/)?[^'/]+)/([^']*)'", message):
         options = re.search(r"Available options in '[^']+':\n((?:\t.*\n?)*)", message)
         choices = ", ".join(options[1].split()) if options else "no choices there"
+        if match[1] == "hydra/sweeper":
+            ours = choices.replace(", ", " and ")
+            return f"{match[1]}={match[2]}: only {ours} run here, because a sweeper such as Optuna's {NEEDS_RESULTS}"
         return f"{match[1]}={match[2]}: no such choice; {match[1]} is one of: {choices}"
     return " ".join(message.split())
 

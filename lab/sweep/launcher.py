@@ -28,7 +28,7 @@ from lab.sweep.table import SORTS, sweep_table, write_sort
 from model.executed import called_ops
 from runtime import compat
 from runtime.command import as_typed, config_flags, program
-from runtime.config import UserError, check, parse
+from runtime.config import NEEDS_RESULTS, UserError, check, parse
 from runtime.folders import explain_unwritable
 from runtime.ranks import world_size
 from runtime.row import lock_folder
@@ -141,8 +141,7 @@ class Launcher(launcher.Launcher):
         sweeper_class = config.hydra.sweeper._target_.rpartition(".")[2]
         check(
             sweeper_class in ("Sweeper", "BasicSweeper"),
-            f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}: {sweeper_class} needs a result from each "
-            "job, and sweeps here give it none (see lab/README.md); leave it out to run every combination",
+            f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}: {sweeper_class} {NEEDS_RESULTS}",
         )
         self.config, self.config_loader = config, hydra_context.config_loader
 

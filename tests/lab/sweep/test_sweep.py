@@ -180,8 +180,20 @@ def test_a_sweeper_that_needs_results_is_refused_before_the_first_job():
     hydra = {"sweeper": {"_target_": target}, "runtime": {"choices": {"hydra/sweeper": "optuna"}}}
     config = OmegaConf.create({"hydra": hydra})
     context = SimpleNamespace(config_loader=None)
-    with pytest.raises(UserError, match="hydra/sweeper=optuna: OptunaSweeper needs a result from each job, and"):
+    reason = r"hydra/sweeper=optuna: OptunaSweeper needs a result from each job, and .*; leave it out to run every"
+    with pytest.raises(UserError, match=reason):
         launcher.Launcher().setup(hydra_context=context, task_function=None, config=config)
+
+
+def test_a_sweeper_that_is_not_installed_is_refused_with_the_same_reason(sweep):
+    """Installing Optuna's plugin would not help."""
+    code, out, err = sweep("seed=1,2", "hydra/sweeper=optuna")
+    reason = "needs a result from each job, and sweeps here give it none (see lab/README.md); leave it out to run every"
+    assert (code, out) == (1, "")
+    assert err.startswith("error: hydra/sweeper=optuna: only basic and hotswap run here, because a sweeper such as Opt")
+    assert err.endswith(f"{reason} combination\n")
+    assert err.count("\n") == 1
+    assert not Path("sweep").exists()
 
 
 def test_one_job_that_evaluates_is_enough_for_the_order(sweep):
