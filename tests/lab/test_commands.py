@@ -46,6 +46,7 @@ def test_tab_completion_imports_no_torch():
 def test_the_tab_key_completes_after_the_command_of_the_readme(tmp_path):
     """In a real bash, which calls the function of the command as the Tab key does."""
     [line] = [line for line in (ROOT / "configs/README.md").read_text().splitlines() if "install=bash" in line]
+    assert f"for the Tab key: {line.strip()}" in (ROOT / "README.md").read_text()
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "python").chmod(0o755)
     script = f"""{line}
@@ -66,6 +67,8 @@ def test_the_tab_key_completes_after_the_command_of_the_readme(tmp_path):
 
 @pytest.mark.parametrize("command", [["train.py"], ["-m", "scripts.generate"], ["-m", "scripts.blame"]], ids=" ".join)
 def test_version_is_of_hotswap_and_of_torch(command):
+    """README.md names it."""
+    assert "`--version` prints the versions" in (ROOT / "README.md").read_text()
     code, out, modules = run(*command, "--version")
     assert re.fullmatch(rf"hotswap \d+\.\d+\.\d+, torch {re.escape(version('torch'))}, (no )?triton.*\n", out)
     assert code == 0
