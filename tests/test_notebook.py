@@ -121,7 +121,9 @@ def test_outside_of_the_repo_the_first_cell_clones_and_installs_it(tmp_path):
     cell = re.sub(r"^!.*", "", CODE[0], flags=re.MULTILINE)
     program = f"import sys; sys.executable = {str(pip)!r}\n{cell}\nprint(Path.cwd())"
     no_address = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
-    assert no_address.stderr.startswith("error: this is outside of the repo")
+    reason = "error: ADDRESS is empty, so there is no repo to clone: write the https address of your fork into it"
+    assert no_address.stderr == f"{reason}, or run this notebook inside a clone\n"
+    assert not (tmp_path / "hotswap").exists()
     program = program.replace('ADDRESS = ""', f"ADDRESS = {source.as_uri()!r}")
     clone = tmp_path / "hotswap"
     for _ in range(2):
