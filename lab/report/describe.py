@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from kernels.names import OPTIMIZER_OPS, default_impl, ops_with_a_choice, preset_name
 from lab.sweep.compare import is_generation, peer_name, sequences
