@@ -15,11 +15,11 @@ model   the tokens that a smaller model draws, with a cache of its own. It draws
         with its own probabilities p. Similar probabilities mostly draw the same token. This is the Gumbel coupling of
         Daliri, Musco and Suresh (2024, arXiv:2408.07978).
 
-Leviathan's rule for sampled text accepts a draft with probability min(1, p / q), and otherwise draws from what is left
-of p. It accepts 1 - d of the drafts, where d is the total variation of p and q. The coupling accepts at least
-(1 - d) / (1 + d) of them. For two models of bytes that trained on speeches, d is 0.30 at temperature 1, and the rules
-accept 0.70 and 0.65. The coupling is chosen because its text is that of the model alone, whoever drafts, and because it
-needs no probabilities of the draft and no second draw.
+Leviathan's rule accepts a token with probability min(1, p / q), where q are the draft model's probabilities, and
+otherwise draws from what is left of p. It accepts 1 - d of the tokens, where d is the total variation of p and q. The
+coupling accepts at least (1 - d) / (1 + d) of them. For two models of bytes that trained on speeches, d is 0.30 at
+temperature 1, and the rules accept 0.70 and 0.65. The coupling is chosen because no draft changes the text, and because
+it needs neither the draft's probabilities nor a second draw.
 """
 
 from collections.abc import Callable

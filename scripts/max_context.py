@@ -75,7 +75,7 @@ class Config:
         rename_impl(self.optim, self.kernels)
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
-        draft = f"generate.speculate={self.generate.speculate}: a search trains no model that could draft: choose ngram"
+        draft = f"generate.speculate={self.generate.speculate}: no checkpoint drafts in a search: choose ngram"
         check(self.generate.draft_checkpoint is None, f"{draft}, or null")
         check(self.parallel in (None, "context"), f"parallel={self.parallel}: choose context, or null")
         check(self.parallel or world_size() == 1, f"{world_size()} processes need parallel=context")

@@ -81,7 +81,7 @@ def decode_speed(arrivals: list[Arrival], batch: int, drafts: bool, graph_tokens
 def least_bytes(decoder: Decoder, precision: str, lengths: Tensor, steps: int) -> int:
     """Return the bytes that the middle one of `steps` steps must read: the weights, and the keys and values so far.
 
-    A draft model reads its own once for each token of a draft.
+    A draft model's are read once for each token of a draft.
     """
     config, weights_dtype = decoder.model.config, PRECISIONS[precision][1]
     weights = decoder.weight_bytes or cost.decode_bytes(config, 0, 0, weights_dtype)
@@ -138,11 +138,11 @@ def power_figures(power: PowerMeter, decoder: Decoder, idx: Tensor, lengths: Ten
 
 
 def gain_of_drafts(decoder: Decoder, options: dict, idx: Tensor, lengths: Tensor, max_new_tokens: int) -> dict:
-    """Generate once more, and without drafts. Return the speed without them, the speed-up, and how alike the texts are.
+    """Generate with drafts and without. Return the speed without them, the speed-up, and how alike the texts are.
 
-    `options` are the keyword arguments of the decoder's constructor. The speeds are of all tokens after the first,
-    because a draft saves more at some places of a text. gen/same_tokens is the share of the tokens before the first
-    difference in each text: it is 1 unless a step of several tokens rounds the logits differently.
+    `options` are the keyword arguments of the decoder's constructor. The speeds are over all tokens after the first:
+    what a draft saves varies along a text. gen/same_tokens is the share of a text before its first different token. It
+    is 1 unless a step of several tokens rounds the logits differently.
     """
     plain_options = {"options": replace(options["options"], speculate=None), "draft": None}
     plain = Decoder(decoder.model, len(idx), decoder.capacity, decoder.sampling, **{**options, **plain_options})

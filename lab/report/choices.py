@@ -109,7 +109,7 @@ class Choice:
 
     @cached_property
     def command(self) -> str:
-        """The command to copy: the row's own, or for a row of results/, which may name absent files, user_command()."""
+        """The command to copy: the row's own; for results/, whose rows may name absent files, user_command()."""
         return user_command(self.row) if self.from_results else rerun_command(self.row)
 
 

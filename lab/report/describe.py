@@ -10,14 +10,14 @@ from lab.sweep.compare import is_generation, peer_name, sequences
 from model.config import GPTConfig
 
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
-SMALLEST = 1e8  # parameters: a model of a few million measures the host
+SMALLEST = 1e8  # parameters: the time of a smaller model is mostly the host's
 NAMED_OPS = ops_with_a_choice()
 
 
 def log_path(folder: Path, row: dict) -> str:
-    """Return the path in `folder`, a sweep's, of the log.txt of a failed job; empty if there is none.
+    """Return the path of a failed job's log.txt in a sweep's `folder`; empty if there is none.
 
-    A job that ended before it had a config has the name of its folder.
+    Without a config, the row's name is that of the job's folder.
     """
     out_dir = row.get("config", {}).get("out_dir") or row.get("name") or ""
     path = os.path.join(PurePath(out_dir).name, "log.txt")

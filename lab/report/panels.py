@@ -35,12 +35,12 @@ TEXT = {
     ),
     "batches": (
         "Generation: speed against batch",
-        "New tokens a second, of all sequences together. Below: the speed as a share of the bound, a step that only "
-        "reads the weights and the KV cache.",
+        "New tokens a second, of all sequences together. Below: the share of the bound, the speed of only reading the "
+        "weights and the KV cache.",
     ),
     "prompts": (
         "Generation: speed against context",
-        "New tokens a second, after prompts of this length. Below: the speed as a share of the bound.",
+        "New tokens a second, after prompts of this length. Below: the share of the bound.",
     ),
     "decoding": ("Where the time of a decoding step goes", "One profiled step. Idle: no kernel runs."),
 }

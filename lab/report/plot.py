@@ -125,8 +125,8 @@ class ValueLine:
 def value_table(figure: Figure) -> tuple[list[str], list[ValueLine]]:
     """Return the columns and the lines of a figure's table, for readers who cannot see the figure.
 
-    A figure of categories has a line for each category and a column for each series. Another figure has a line for each
-    point, and for the first and the last point of a curve. Series without an origin, such as a roofline, are left out.
+    A figure of categories has a line for each category and a column for each series. Any other has a line for each
+    point, but only for the first and the last of a curve. Series without an origin, such as a roofline, are left out.
     """
     series = [each for each in figure.series if each.origin or each.points[0].origin]
     if series and isinstance(series[0].points[0].y, str):

@@ -25,7 +25,7 @@ from lab.sweep.compare import peer_name, ratio
 from lab.sweep.table import PEAK, Cell, median_speed, number_cell, shown_run, speed, speed_cell, token_ms_cell
 
 MOST, MOST_MODELS = 5, 4  # rows and models of a table
-# The first models that were measured are shown, in this order: the default, published shapes, and a large one
+# The models to show first, in this order, if they were measured; others follow, small ones first
 MODELS = MODEL, "smollm2_135m", "gpt2_1558m", "modern_124m", "gpt2_350m"
 # (kernels_cell(), attention, precision) -> the name of the choice in these tables
 CHOICES = {

@@ -110,9 +110,9 @@ def sessions_of(choices: list[Choice]) -> list[list[Choice]]:
 
 
 def newest_session(sessions: list[list[Choice]]) -> list[Choice]:
-    """Return the newest session whose fastest choice is as fast as any session's, up to MACHINES; [] without one.
+    """Return the newest session whose fastest choice is within MACHINES of the fastest of all; [] without one.
 
-    A choice that rounds more does not count. A session of a single choice comes after all sessions of several.
+    A choice that rounds more does not count. Among these sessions, those of several choices come first.
     """
     fastest: list[tuple[float, list[Choice]]] = []
     for session in sessions:

@@ -1,4 +1,4 @@
-"""The commands that the page copies. They run in a fresh clone: no word names a file of the machine that measured."""
+"""The commands that a page of results/ copies. They run in a fresh clone: they name no file that only we have."""
 
 import functools
 import re
@@ -20,8 +20,8 @@ kernel_presets = functools.cache(lambda: config_groups()["kernels"])  # reading 
 def user_command(row: dict) -> str:
     """Return the command with a row's model, kernels and sizes, and the data that every clone has.
 
-    Empty if the row has no config, if another system ran, if a draft was used, because its speed depends on the text,
-    if this version lacks a backend of the row, or if the command may run code that is not ours.
+    Empty if the row has no config, if another system ran, or a draft (its speed depends on the text), if this version
+    lacks a backend of the row, or if the command may run code that is not ours.
     """
     config = row.get("config", {})
     drafts = (config.get("generate") or {}).get("speculate")
@@ -50,7 +50,7 @@ def clone_command(row: dict) -> str:
 
 
 def benchmark_command(script: str, op: str, settings: dict) -> str:
-    """Return the command of a benchmark of one backend; "" if this version lacks the backend."""
+    """Return the command of a benchmark; "" if this version lacks settings["impl"]."""
     if "impl" in settings and settings["impl"] != "compile" and not has_backend(op, settings["impl"]):
         return ""
     words = [override(key, value) for key, value in settings.items()]

@@ -152,12 +152,12 @@ def sweep_table(choices: dict[str, list[dict]], sort: str = "speed", logs: dict[
 
 
 def write_sort(folder: Path, sort: str) -> None:
-    """Write sweep.sort into the folder of the sweep. Its rows do not have it, because a sweep may be sorted again."""
+    """Write sweep.sort into the sweep's folder. The rows of our launcher lack it: a sweep may be sorted again."""
     write_json(folder / SORT_FILE, {"sort": sort})
 
 
 def read_sort(folder: Path, rows: Iterable[dict]) -> str:
-    """Return the sweep.sort of the sweep in this folder. Rows that another launcher than ours made have it, too."""
+    """Return the sweep.sort of this folder: from its file, or else from the rows of another launcher."""
     sorts = [(row.get("config", {}).get("sweep") or {}).get("sort") for row in rows]
     with contextlib.suppress(OSError, ValueError):  # no file, or a damaged one
         sorts = [read_json(folder / SORT_FILE).get("sort")]

@@ -211,7 +211,7 @@ def test_a_shortened_attempt_computes_the_last_chunks(called, monkeypatch):
         (["precision=int8"], "precision=int8: choose fp32, amp, bf16"),
         (["parallel=ddp"], "parallel=ddp: choose context, or null"),
         (["parallel=context", "mode=generate"], "parallel=context splits sequences in training only: "),
-        (["generate.speculate=out/RUN"], "generate.speculate=out/RUN: a search trains no model that could draft: "),
+        (["generate.speculate=out/RUN"], "generate.speculate=out/RUN: no checkpoint drafts in a search: "),
         (["mode=generate", "precision=fp8"], "mode=generate cannot run: precision=fp8 cannot generate: "),
         (["train.batch_size=4"], "unknown key train.batch_size; "),
         (["attn=flash", "attn.version=fa9"], "attn.version=fa9: choose fa4, "),
