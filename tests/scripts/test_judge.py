@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -351,9 +352,10 @@ def test_figures_alone_that_cannot_be_true_are_named(changes, reason):
 
 @pytest.mark.exhaustive
 def test_a_tiny_training_on_a_cpu(called, monkeypatch, tmp_path):
-    """Most cases are left out, and the speed of a matmul, which bounds that of a step, is a constant. The rest is real.
+    """Every part is real, but most cases are left out. The verdict is the machine's.
 
-    The verdict is the machine's. With one run of each side it is not `faster`.
+    With one run of each side it is not `faster`. On a busy CPU the speed may be too good to be true: the matmul and the
+    copy that bound it are measured at another moment, when this process may have half of a core.
     """
 
     def some_probes(*arguments):
@@ -361,12 +363,15 @@ def test_a_tiny_training_on_a_cpu(called, monkeypatch, tmp_path):
         return dict([*probes[:4], *probes[-2:]])
 
     monkeypatch.setattr(script, "make_probes", some_probes)
-    monkeypatch.setattr(script, "measured_flops", lambda *_: 1e15)  # a busy CPU may be slower now than in the steps
     monkeypatch.chdir(tmp_path)
     arguments = "op=loss", "impl=torch_chunked", "against=eager", "device=cpu", "repeats=1", "rounds=1"
     small = "model.n_layer=1", "train.batch_size=2", "train.tokens_per_step=256", "train.max_steps=22"
     code, out, err = called("judge.py", script.main_with_training, *arguments, "out_dir=judged", "--", *small)
-    no_verdict = "error: no verdict: faster needs 3 runs of each side, and 1 ran: repeats=3\n"
-    assert (code, err) in [(1, no_verdict), (2, ""), (3, "")]
+    reasons = (
+        "faster needs 3 runs of each side, and 1 ran: repeats=3",
+        "too good to be true: (it trains at|alone it takes) .*",
+    )
+    no_verdict = re.fullmatch(f"error: no verdict: ({'|'.join(reasons)})\n", err)
+    assert (code, err) in [(2, ""), (3, "")] or (code == 1 and no_verdict)
     assert ("**loss=torch_chunked is right" in out) == (code != 1)
     assert "Eager PyTorch in fp32 repeated 22 steps of them from their own states" in out
