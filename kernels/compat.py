@@ -97,7 +97,7 @@ def cutlass_options() -> dict[str, Any]:
     for name, target in links.items():
         with suppress(FileExistsError):
             (folder / name).symlink_to(target)
-    group = "cutlass" if hasattr(config, "cutlass") else "cuda"  # before torch 2.12
+    group = "cutlass" if hasattr(config, "cutlass") else "cuda"  # in older versions: pytorch/pytorch#150314
     options = {"cutlass_dir": str(folder), "cutlass_op_allowlist_regex": CUTLASS_TILES}
     backends = {"max_autotune_gemm_backends": "ATEN,TRITON,CUTLASS"}
     return backends | {f"{group}.{name}": value for name, value in options.items()}

@@ -144,8 +144,8 @@ def gain_of_drafts(decoder: Decoder, options: dict, idx: Tensor, lengths: Tensor
     what a draft saves varies along a text. gen/same_tokens is the share of a text before its first different token. It
     is 1 unless a step of several tokens rounds the logits differently.
     """
-    plain_options = {"options": replace(options["options"], speculate=None), "draft": None}
-    plain = Decoder(decoder.model, len(idx), decoder.capacity, decoder.sampling, **{**options, **plain_options})
+    options = options | {"options": replace(options["options"], speculate=None), "draft": None}
+    plain = Decoder(decoder.model, len(idx), decoder.capacity, decoder.sampling, **options)
     plain.first_seeds = decoder.first_seeds
     warm_up(plain, idx, lengths, max_new_tokens)
     speeds, texts = [], []

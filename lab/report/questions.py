@@ -93,8 +93,8 @@ def columns(device: str) -> dict[str, Runs]:
             best[model] = runs
 
     def order(model: str) -> tuple:
-        place = MODELS.index(model) if model in MODELS else first_row(best[model])["parameters"]
-        return BASELINE not in measured(best[model]), model not in MODELS, place
+        number = MODELS.index(model) if model in MODELS else first_row(best[model])["parameters"]
+        return BASELINE not in measured(best[model]), model not in MODELS, number
 
     return {model: best[model] for model in sorted(best, key=order)[:MOST_MODELS]}
 
