@@ -205,11 +205,11 @@ fp8_curves() {
 muon_curves() {
     local model precisions=${precisions:-bf16,fp8} seeds=${seeds:-1,2} folder
     for model in ${models:-gpt2_124m modern_124m}; do
-        folder="muon-$model/precision-${precisions//,/-}-seed-${seeds//,/-}" # a comma would be a list in a sweep
+        folder="muon/$model-precision-${precisions//,/-}-seed-${seeds//,/-}" # a comma would be a list in a sweep
         long_runs "$folder" attn=gluon model=$model seed=$seeds precision=$precisions optim=adamw,muon \
             train.max_steps=2300 train.eval_every=115
         [ $? = 75 ] && return 75
-        python -m scripts.collect --beside "muon-$model" --curves "out/$folder"/*/
+        python -m scripts.collect --beside muon --curves "out/$folder"/*/
     done
 }
 long_runs() { # NAME WORDS ...: a sweep. The text is this machine's Python packages

@@ -5,7 +5,7 @@ Times are those of the steps alone: a run's median step, times the number of ste
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -14,6 +14,7 @@ from lab.report.colours import CHOICE_COLOURS
 from lab.report.describe import kernels_cell
 from lab.report.plot import Figure, Point, Series, figure
 from lab.report.png import draw_figures
+from lab.report.presets import preset_of
 from lab.report.questions import label, sitting_text
 from lab.report.tables import markdown_table
 from lab.sweep.table import speed, speed_cell
@@ -189,30 +190,34 @@ def long_runs(device: str) -> str:
 def optimizers(device: str) -> str:
     """Return the figure and the table of a folder with AdamW's and Muon's runs, if it has both.
 
-    The table has means over the seeds. The loss to reach is the last one of AdamW with the same precision and seed.
+    The table has means over the seeds. The loss to reach is the last one of AdamW with the same model, precision and
+    seed.
     """
     choices = by_optimizer([run for run in curves(device) if run.validation])
-    if {optimizer for _, optimizer in choices} != {"AdamW", "Muon"}:
+    if {optimizer for _, _, optimizer in choices} != {"AdamW", "Muon"}:
         return "Not measured yet."
-    head = ["precision", "optimizer", "seeds", "last validation loss", "tokens/s", "million tokens to AdamW's loss"]
+    head = ["model", "precision", "optimizer", "seeds", "last validation loss", "tokens/s"]
     lines = []
     for choice, runs in choices.items():
-        baselines = {run.seed: run for run in choices.get((choice[0], "AdamW"), [])}
+        baselines = {run.seed: run for run in choices.get((*choice[:2], "AdamW"), [])}
         speeds = [speed(run.row) for run in runs if speed(run.row)]
         losses = spread([run.last for run in runs], ".4f")
         cells = [str(len(runs)), losses, f"{mean(speeds):,.0f}" if speeds else ""]
         lines.append([*choice, *cells, *reach_cells(runs, baselines)])
-    table = markdown_table([*head, "of AdamW's", "minutes to it", "of AdamW's minutes"], lines)
-    return f"![losses over tokens and over minutes]({device}/curves.png)\n\n{table}"
+    head += ["million tokens to AdamW's loss", "of AdamW's", "minutes to it", "of AdamW's minutes"]
+    return f"![losses over tokens and over minutes]({device}/curves.png)\n\n{markdown_table(head, lines)}"
 
 
-def by_optimizer(runs: list[Curve]) -> dict[tuple[str, str], list[Curve]]:
-    """Return (precision, optimizer) -> the last complete run of each seed: bf16 first, and AdamW before Muon."""
+def by_optimizer(runs: list[Curve]) -> dict[tuple[str, str, str], list[Curve]]:
+    """Return (preset, precision, optimizer) -> the last complete run of each seed.
+
+    In a preset, bf16 is first, and AdamW comes before Muon.
+    """
     complete = [run for run in runs if run.row["status"] == "ok"]
-    last = {(run.row["config"]["precision"], run.optimizer, run.seed): run for run in complete}
-    choices: dict[tuple[str, str], list[Curve]] = {}
-    for precision, optimizer, seed in sorted(last, key=lambda key: (key[0] != "bf16", *key)):
-        choices.setdefault((precision, optimizer), []).append(last[precision, optimizer, seed])
+    last = {(preset_of(run.row), run.row["config"]["precision"], run.optimizer, run.seed): run for run in complete}
+    choices: dict[tuple[str, str, str], list[Curve]] = {}
+    for preset, precision, optimizer, seed in sorted(last, key=lambda key: (key[0], key[1] != "bf16", *key)):
+        choices.setdefault((preset, precision, optimizer), []).append(last[preset, precision, optimizer, seed])
     return choices
 
 
@@ -236,25 +241,26 @@ def reach_cells(runs: list[Curve], baselines: dict[int, Curve]) -> list[str]:
 
 
 def optimizer_figures(runs: list[Curve], y: str) -> list[Figure | None]:
-    """Return the losses over tokens and over minutes: the mean over the seeds, with a band from lowest to highest.
+    """Return two figures of each model: its losses over tokens and over minutes.
 
-    A figure without points is None.
+    A line is the mean over the seeds, with a band from the lowest to the highest. A figure without points is None.
     """
     units: dict[str, Callable[[Curve], float | None]] = {
         "million tokens": lambda run: run.row["config"]["train"]["tokens_per_step"] / 1e6,
         "minutes": lambda run: run.minutes_per_step,
     }
-    figures = []
-    for unit, per_step in units.items():
+    choices, figures = by_optimizer(runs), []
+    for preset, (unit, per_step) in product(dict.fromkeys(preset for preset, _, _ in choices), units.items()):
         series = []
-        for (choice, seeds), colour in zip(by_optimizer(runs).items(), cycle(CHOICE_COLOURS), strict=False):
+        own = {choice[1:]: seeds for choice, seeds in choices.items() if choice[0] == preset}
+        for (choice, seeds), colour in zip(own.items(), cycle(CHOICE_COLOURS), strict=False):
             scales = [per_step(run) for run in seeds]
             points = []
             for step in sorted(set.intersection(*(set(run.losses) for run in seeds))) if None not in scales else ():
                 losses = [run.losses[step] for run in seeds]
                 points.append(Point(step * mean(scales), mean(losses), spread=(min(losses), max(losses))))
             series.append(Series(", ".join(choice), "lines", points, colour))
-        figures.append(figure(unit, y, series))
+        figures.append(figure(unit, y, series, title=preset))
     return figures
 
 
@@ -276,7 +282,7 @@ def draw_curves(device: str, path: Path) -> list[Path]:
     runs = curves(device)
     y = "validation loss" if runs and runs[0].losses is runs[0].validation else "training loss"
     if len({run.optimizer for run in runs}) > 1:
-        return draw_figures(optimizer_figures(runs, y), path)
+        return draw_figures(optimizer_figures(runs, y), path, columns=2)
     above, below = [], []
     firsts = {run.name: first for run, first in with_reference(runs)}
     for (name, each), colour in zip(by_choice(runs).items(), cycle(CHOICE_COLOURS), strict=False):

@@ -1,6 +1,7 @@
 """Draw a figure as a PNG with matplotlib."""
 
 import io
+from math import ceil
 from pathlib import Path
 
 from common.files import write_atomically
@@ -43,8 +44,8 @@ def save(figure, path: Path) -> Path:
     return path
 
 
-def draw_figures(figures: list[Figure | None], path: Path) -> list[Path]:
-    """Draw figures side by side. Return [path], or [] if no figure has points.
+def draw_figures(figures: list[Figure | None], path: Path, columns: int | None = None) -> list[Path]:
+    """Draw figures side by side, or in rows of `columns`. Return [path], or [] if no figure has points.
 
     Bars share their categories, and bars of one unit also their scale.
     """
@@ -53,16 +54,19 @@ def draw_figures(figures: list[Figure | None], path: Path) -> list[Path]:
         return []
     first = figures[0]
     categories = dict.fromkeys(point.y for point in first.series[0].points) if first.row else ()
-    sizes = {"figsize": (13, 1 + 0.55 * len(categories)) if first.row else (6.5 * len(figures) + 1.5, 5.5)}
+    columns = min(columns or len(figures), len(figures))
+    rows = ceil(len(figures) / columns)
+    sizes = {"figsize": (13, 1 + 0.55 * len(categories)) if first.row else (6.5 * columns + 1.5, 5.5 * rows)}
     if first.row:
         of_one_unit = len({figure.x for figure in figures}) == 1
         first_width = 1 if of_one_unit else 1.5
         sizes |= {"sharex": of_one_unit, "sharey": "row", "width_ratios": [first_width] + [1] * (len(figures) - 1)}
     if first.below:
         sizes |= {"sharex": "col", "height_ratios": [3, 2]}
-    drawing, axes = subplots(2 if first.below else 1, len(figures), squeeze=False, **sizes)
-    for column, figure in enumerate(figures):
-        top, bottom = axes[0][column], axes[-1][column]
+    drawing, axes = subplots(2 if first.below else rows, columns, squeeze=False, **sizes)
+    for index, figure in enumerate(figures):
+        row, column = divmod(index, columns)
+        top, bottom = axes[row][column], axes[-1 if figure.below else row][column]
         for series in figure.series:
             draw_series(top, series)
         for series in figure.below:

@@ -1,6 +1,8 @@
 """Short runs with AdamW and with Muon become the table and the figure of `scripts/measure.sh muon_curves`."""
 
 import json
+import struct
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import pytest
 from common.files import read_line
 from lab import rows
 from lab.report import loss_curves
+from lab.report.presets import presets
 from runtime.row import read_row
 from scripts import collect
 from tests.lab.report.test_report import cells
@@ -21,6 +24,7 @@ TRAINING = [
     *("train.checkpoint_every=0", "train.sample_tokens=0", "optim.warmup_steps=2", "optim.learning_rate=0.005"),
 ]
 TOKENS = 256  # of a step
+MODELS = [("gpt2_124m", "bf16"), ("gpt2_124m", "amp"), ("modern_124m", "amp")]
 
 
 def train_and_collect(hotswap):
@@ -58,19 +62,21 @@ def test_rows_become_the_table_and_the_figure(hotswap, monkeypatch, tmp_path):
 
 
 def test_the_last_run_of_a_seed_counts():
-    def run(precision, seed, status="ok"):
-        return SimpleNamespace(row={"status": status, "config": {"precision": precision}}, optimizer="Muon", seed=seed)
+    def run(precision, seed, status="ok", model="gpt2_124m"):
+        row = {"status": status, "config": {"precision": precision, "model": presets()[model]}}
+        return SimpleNamespace(row=row, optimizer="Muon", seed=seed)
 
     runs = [run("amp", 1), run("bf16", 1), run("bf16", 2), run("bf16", 1), run("bf16", 2, "oom")]
+    runs.append(run("amp", 1, model="modern_124m"))
     choices = loss_curves.by_optimizer(runs)
-    assert list(choices) == [("bf16", "Muon"), ("amp", "Muon")]
-    assert choices["bf16", "Muon"] == [runs[3], runs[2]]
+    assert list(choices) == [(*choice, "Muon") for choice in MODELS]
+    assert list(choices.values()) == [[runs[3], runs[2]], [runs[0]], [runs[5]]]
 
 
 def check_table(runs):
     """Tokens and minutes come from a grid of 1/4000 of a step."""
     text = loss_curves.optimizers("muon")
-    assert text.startswith("![losses over tokens and over minutes](muon/curves.png)\n\n| precision")
+    assert text.startswith("![losses over tokens and over minutes](muon/curves.png)\n\n| model")
     adamw, muon = cells(text.partition("\n\n")[2])
     reached = {name: [] for name in ("adamw", "muon")}
     for name, seed in runs:
@@ -78,17 +84,17 @@ def check_table(runs):
         reached[name].append((first_step_below(losses, runs["adamw", seed][1][24]), row["perf/step_ms"] / 60_000))
     last = {name: [losses[24] for (key, _), (_, losses) in runs.items() if key == name] for name in reached}
     for name, line in (("adamw", adamw), ("muon", muon)):
-        assert line[:4] == ["bf16", {"adamw": "AdamW", "muon": "Muon"}[name], "2", line[3]]
-        assert line[3].startswith(f"**{np.mean(last[name]):.4f}** (sd ")
+        assert line[1:4] == ["bf16", {"adamw": "AdamW", "muon": "Muon"}[name], "2"]
+        assert line[4].startswith(f"**{np.mean(last[name]):.4f}** (sd ")
     assert all(below < above for below, above in zip(last["muon"], last["adamw"], strict=True))  # so both have figures
-    tokens, share, minutes, share_of_minutes = map(float, muon[5:])
+    tokens, share, minutes, share_of_minutes = map(float, muon[6:])
     steps, own_steps = (np.mean([step for step, _ in reached[name]]) for name in ("muon", "adamw"))
     time, own_time = (np.mean([step * minute for step, minute in reached[name]]) for name in ("muon", "adamw"))
     assert tokens == pytest.approx(steps * TOKENS / 1e6, abs=0.051)
     assert share == pytest.approx(steps / own_steps, abs=0.006)
     assert minutes == pytest.approx(time, abs=0.006)
     assert share_of_minutes == pytest.approx(time / own_time, abs=0.006)
-    assert (adamw[6], adamw[8]) == ("1.00", "1.00")
+    assert (adamw[7], adamw[9]) == ("1.00", "1.00")
 
 
 def check_figure(runs, path):
@@ -105,16 +111,28 @@ def check_figure(runs, path):
     assert loss_curves.draw_curves("muon", path)[0].read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_loss_to_reach_is_of_the_same_precision(monkeypatch):
-    def run(precision, optimizer, loss):
-        config = {"precision": precision, "seed": 1, "optim": {"name": optimizer}, "train": {"tokens_per_step": 10**6}}
-        row = {"status": "ok", "perf/step_ms": 60_000.0, "config": config}
-        return loss_curves.Curve(row, f"{precision} {optimizer}", {}, {1: 4.0, 3: loss})
+def test_the_loss_to_reach_is_of_the_same_model_and_precision(monkeypatch, tmp_path):
+    """Each model has its lines, and its two figures in a row of the picture."""
 
-    losses = {("bf16", "adamw"): 2.0, ("bf16", "muon"): 1.0, ("fp8", "adamw"): 3.0, ("fp8", "muon"): 2.0}
-    monkeypatch.setattr(loss_curves, "curves", lambda device: [run(*choice, loss) for choice, loss in losses.items()])
+    def run(model, precision, optimizer, loss):
+        config = {"precision": precision, "seed": 1, "optim": {"name": optimizer}, "train": {"tokens_per_step": 10**6}}
+        row = {"status": "ok", "perf/step_ms": 60_000.0, "config": config | {"model": presets()[model]}}
+        return loss_curves.Curve(row, f"{model} {precision} {optimizer}", *2 * ({1: 4.0, 3: loss},))
+
+    losses = {("gpt2_124m", "bf16"): (2.0, 1.0), ("gpt2_124m", "amp"): (3.0, 2.0), ("modern_124m", "amp"): (1.0, 0.0)}
+    runs = [run(*c, *pair) for c in MODELS for pair in zip(("adamw", "muon"), losses[c], strict=True)]
+    monkeypatch.setattr(loss_curves, "curves", lambda device: runs)
     lines = cells(loss_curves.optimizers("any").partition("\n\n")[2])
-    assert [line[5:7] for line in lines] == [["3.0", "1.00"], ["2.3", "0.78"], ["3.0", "1.00"], ["2.0", "0.67"]]
+    assert [tuple(line[:2]) for line in lines] == [choice for choice in MODELS for _ in range(2)]
+    reached = [["3.0", "1.00"], ["2.3", "0.78"], ["3.0", "1.00"], ["2.0", "0.67"], ["3.0", "1.00"], ["2.5", "0.83"]]
+    assert [line[6:8] for line in lines] == reached
+    figures = loss_curves.optimizer_figures(runs, "loss")
+    assert [(figure.title, figure.x) for figure in figures] == list(
+        product(("gpt2_124m", "modern_124m"), ("million tokens", "minutes"))
+    )
+    assert loss_curves.draw_curves("any", tmp_path / "curves.png")
+    width, height = struct.unpack(">II", (tmp_path / "curves.png").read_bytes()[16:24])
+    assert 1.2 < width / height < 1.5  # two rows of two; in one row it would be 5
 
 
 def test_a_loss_that_one_seed_does_not_reach_has_no_tokens():
