@@ -9,6 +9,7 @@ stream of PyTorch to the launch, so a CUDA graph can hold it.
 """
 
 import functools
+import logging
 import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +26,8 @@ PACKAGE = "tilelang==0.1.15"
 PROGRAMS = 4  # of the sum of rows, for each multiprocessor
 THREADS = 256  # of a program that sums rows
 STEPS = 4  # rows that a thread loads at once
+
+logging.getLogger("tilelang.jit.kernel").setLevel(logging.WARNING)  # it says of each kernel that it compiles
 
 
 def unavailable(device: torch.device) -> str | None:

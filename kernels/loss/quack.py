@@ -1,7 +1,7 @@
 """QuACK's linear cross-entropy (https://github.com/Dao-AILab/quack): QuACK computes each matmul and softmax.
 
 As in triton.py, the forward already computes the gradients, 4,096 tokens at a time. There are two ways. QuACK chooses
-the first on Hopper, in bf16, if V is a multiple of 128:
+the first on Hopper, in bf16, if V is a multiple of 128, and a_chunk_is_square() is False:
 
     E       = exp(x W^T - shift)          the epilogue also sums the rows of each tile, and keeps the targets' logits
     losses, `steps`, `scale`, and a new E at each target                              two short Triton kernels
@@ -61,9 +61,19 @@ def compute_loss(
     in_vocab = (targets >= 0) & (targets < len(weight))
     is_right = (in_vocab | (targets == ignore_index)).all()
     targets = targets.where(in_vocab, ignore_index)
-    compute = exponentials_in_chunks if scaled_exp_lce_supported(x, weight, CHUNK, "sum") else logits_in_chunks
+    supported = scaled_exp_lce_supported(x, weight, CHUNK, "sum") and not a_chunk_is_square(*x.shape)
+    compute = exponentials_in_chunks if supported else logits_in_chunks
     losses, dx, dweight = compute(x, weight, targets, ignore_index, gradients)
     return losses.sum().where(is_right, torch.nan), dx, dweight
+
+
+def a_chunk_is_square(N: int, C: int) -> bool:
+    """Return whether a chunk of x (N, C) has C rows. QuACK pads the last to a multiple of 128.
+
+    With such a chunk, QuACK 0.6.5 cannot tell a factor of each row from one of each column, and raises ValueError.
+    """
+    rest = N % CHUNK
+    return C == CHUNK <= N or rest + -rest % 128 == C
 
 
 def exponentials_in_chunks(
@@ -94,8 +104,8 @@ def logits_in_chunks(
         tokens = slice(start, start + CHUNK)
         padded = buffer[: len(x[tokens])]
         logits = padded[:, :V]
-        padded[:, V:] = -torch.inf
         matmul(x[tokens], weight.T, out=logits)
+        padded[:, V:] = -torch.inf  # after the matmul: its last store has 16 bytes, and writes zeros beyond V
         # the arguments after targets: the target's logits if elsewhere, loss, log-sum-exp, gradient, weights of classes
         dlogits = padded if gradients else None
         cross_entropy_fwd_out(padded, targets[tokens], None, losses[tokens], None, dlogits, None, ignore_index)

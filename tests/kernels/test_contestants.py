@@ -327,6 +327,8 @@ def gemm(A, B, out=None, bias=None, *, dynamic_scheduler=False, tuned=True, conc
     if out is None:
         return product.to(A.dtype)
     assert for_tma(out)
+    width = out.shape[1]  # TMA's last store of a row has 16 bytes
+    out.as_strided((len(out), -width % 8), out.stride(), out.storage_offset() + width).zero_()
     return out.copy_(product)
 
 
@@ -377,6 +379,8 @@ def _scaled_exp_lce_loss_only(x, weight, target, ignore_index):
 
 def scaled_exp_linear_cross_entropy_fwd(x, weight, target, chunk_size, ignore_index=-100):
     """Like QuACK's, return the losses and dx of a multiple of 128 rows."""
+    if x.shape[1] in [len(chunk) + -len(chunk) % 128 for chunk in x.split(chunk_size)]:
+        raise ValueError("operand 'v': m == n makes row/col inference ambiguous")
     more = -len(x) % 128
     x, target = pad(x, (0, 0, 0, more)), pad(target, (0, more), value=ignore_index)
     losses, logits = x.new_empty(len(x), dtype=torch.float32), (x @ weight.T).float()
@@ -562,14 +566,29 @@ def test_quack_needs_an_even_width_in_16_bits(packages):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "vocab", "dtype"), [(128, 384, torch.bfloat16), (8, 257, torch.bfloat16), (8, 384, torch.float16)]
+    ("shape", "chunk", "vocab", "dtype"),
+    [
+        ((33, 64), 128, 384, torch.bfloat16),
+        ((33, 64), 8, 257, torch.bfloat16),
+        ((33, 64), 8, 384, torch.float16),
+        ((33, 64), 8, 257, torch.float16),  # seven zeros beside 257 logits would change the loss by 0.02
+        *((shape, 128, 384, torch.bfloat16) for shape in ((128, 128), (100, 128), (33, 128), (256, 128))),
+        ((228, 128), 256, 384, torch.bfloat16),
+        ((300, 128), 256, 384, torch.bfloat16),
+        ((256, 256), 256, 384, torch.bfloat16),
+        ((100, 256), 256, 384, torch.bfloat16),
+    ],
+    ids=str,
 )
-def test_both_ways_of_quacks_loss(chunk, vocab, dtype, packages, monkeypatch):
-    """With exponentials and with logits, which have a last chunk of one token. A target outside makes the loss NaN."""
+def test_both_ways_of_quacks_loss(shape, chunk, vocab, dtype, packages, monkeypatch):
+    """With exponentials and with logits. Some last chunks have one token, and some are square after padding.
+
+    A target outside the vocabulary makes the loss NaN.
+    """
     module = backend("loss", "quack")
     monkeypatch.setattr(module, "CHUNK", chunk)
-    monkeypatch.setattr(sys.modules["quack.linear_cross_entropy"], "scaled_exp_lce_supported", lambda *_: chunk == 128)
-    inputs = contract("loss").inputs((33, 64), vocab=vocab, ignored=0.3, dtype=dtype)
+    monkeypatch.setattr(sys.modules["quack.linear_cross_entropy"], "scaled_exp_lce_supported", lambda *_: chunk >= 128)
+    inputs = contract("loss").inputs(shape, vocab=vocab, ignored=0.3, dtype=dtype)
     truth = outputs_and_gradients(contract("loss").reference, inputs, dtype=torch.float64)
     eager = outputs_and_gradients(load("loss", "eager", CPU), inputs)
     got = outputs_and_gradients(module.loss, inputs)
