@@ -76,9 +76,10 @@ def load(
     device: str | torch.device = "auto",
     **fields,
 ) -> GPT:
-    """Return the GPT of a run (out/RUN), a checkpoint, a Hugging Face GPT-2 ("gpt2") or nanoGPT's ckpt.pt.
+    """Return the GPT of a run (out/RUN), a checkpoint, nanoGPT's ckpt.pt or a Hugging Face model.
 
-    Any weights run under any choice of kernels. `fields` may change dropout, checkpointing and window, and shorten
+    A Hugging Face model is a name, such as "HuggingFaceTB/SmolLM2-135M", or a folder: GPT-2, Llama or Qwen3. Any
+    weights run under any choice of kernels. `fields` may change dropout, checkpointing and window, and shorten
     block_size. See build() for the other arguments. Raises ValueError as build() does, and if the source is unreadable.
     """
     check(isinstance(source, str | os.PathLike), f"source={value_text(source)}: it must be text or a path")

@@ -151,7 +151,8 @@ def tokenizer_of(source: Pretrained, asked: str | None) -> Tokenizer:
     Raises UserError if there is none, if it has too many ids, or if it is not the one that a run trained with.
     Raises DataError if it cannot be read.
     """
-    name, size, known = asked or source.tokenizer, source.model["vocab_size"], " or ".join(TOKENIZERS)
+    name, size = asked or source.tokenizer, source.model["vocab_size"]
+    known = f"FOLDER, with a tokenizer.json, or {' or '.join(TOKENIZERS)}"
     check(name is not None, f"{source.name} names no tokenizer, and none fits its {size} ids: pass tokenizer={known}")
     ids = tokenizer_size(name, "tokenizer")
     check(ids <= size, f"tokenizer={name} has {ids} ids, and {source.name} only {size}: name the one it trained with")

@@ -63,6 +63,20 @@ def call_seconds(
     return seconds
 
 
+def elapsed_ms(function: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds of one call. On a GPU they are those of its stream, without what was launched before."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        function()
+        return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
 def time_in_turns(
     functions: dict[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.02
 ) -> dict[str, list[float]]:

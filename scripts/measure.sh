@@ -46,17 +46,18 @@ ladder() {
     part context -m scripts.max_context -m $search model.checkpointing=none
     part context-block -m scripts.max_context -m $search model.checkpointing=block kernels.mlp=gluon_recompute
 }
-other="train.max_steps=25 proof=false"
 ladder_models() {
-    local rungs="train.py +sweep=rungs sweep.own_caches=false $other"
+    local steps="train.max_steps=25" # their references, once a model, take half a minute (an estimate)
+    local rungs="train.py +sweep=rungs sweep.own_caches=false $steps"
     part smollm2_135m $rungs model=smollm2_135m train.block_size=1024
     part modern_124m $rungs model=modern_124m
-    part modern_124m-lean train.py -m +experiment=throughput model=modern_124m precision=bf16 $other attn=gluon \
+    part modern_124m-lean train.py -m +experiment=throughput model=modern_124m precision=bf16 $steps attn=gluon \
         kernels=gluon kernels.{rope,rms_norm}=triton_recompute
     part gpt2_350m $rungs model=gpt2_350m train.batch_size=32
     part gpt2_1558m $rungs model=gpt2_1558m train.batch_size=16 train.tokens_per_step=16384
 }
 ladder_peers() { # nanogpt=FOLDER is a checkout of nanoGPT. In amp, because its users train so
+    local other="train.max_steps=25 proof=false" # the proof is for our own model
     peer gpt2_124m nanogpt "system=nanogpt path=${nanogpt:-../nanoGPT}" kernels=compile precision=amp
     peer gpt2_124m transformers "" kernels=compile precision=bf16
     local model
@@ -154,6 +155,14 @@ today_decode() {
     part today-compile -m scripts.generate -m $words kernels=compile
     part today-decode -m scripts.generate -m $words kernels.decode=triton,persistent
 }
+# The same models with more sequences, weights in int8, a cache in fp8 and drafts: about four minutes (an estimate)
+today_batches() {
+    local words="checkpoint=random model=smollm2_135m,qwen3_0_6b" into="--suffix today"
+    words+=" precision=bf16 proof=true prompt_tokens=128 max_new_tokens=128 temperature=0"
+    part today-batches -m scripts.generate -m $words kernels.decode=triton,int8 batch=8,64
+    part today-drafts -m scripts.generate -m $words kernels.decode=triton generate.speculate=ngram batch=1,8
+    part today-fp8 -m scripts.generate -m $words kernels=triton attn=triton kernels.decode=blocks generate.kv=fp8 batch=8
+}
 
 # The tables of languages in results/README.md, on one GPU: about 20 minutes of kernels and 20 of steps (estimates). A
 # shorter session measures a part: ops="norm mlp" scripts/measure.sh languages_kernels, and
@@ -209,8 +218,14 @@ muon_curves() {
         long_runs "$folder" attn=gluon model=$model seed=$seeds precision=$precisions optim=adamw,muon \
             train.max_steps=2300 train.eval_every=115
         [ $? = 75 ] && return 75
-        python -m scripts.collect --beside muon --curves "out/$folder"/*/
+        python -m scripts.collect --beside "${beside:-h200-muon}" --curves "out/$folder"/*/
     done
+}
+# What a step of Muon costs, beside AdamW's on the same GPU, in about five minutes (an estimate)
+muon_steps() {
+    local into="--suffix optimizers" precisions=${precisions:-bf16,fp8}
+    part muon-steps train.py -m $speed model=${models:-gpt2_124m,modern_124m,smollm2_135m} train.block_size=1024 \
+        precision=$precisions optim=adamw,muon kernels=gluon kernels.loss=triton kernels.glu=triton attn=gluon train.max_steps=25
 }
 long_runs() { # NAME WORDS ...: a sweep. The text is this machine's Python packages
     local packages=("$(dirname "$(command -v python)")"/../lib/python3*/site-packages)

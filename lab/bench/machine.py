@@ -87,7 +87,7 @@ def describe_tables(device: torch.device) -> Iterator[str]:
         auto[path] = sum(map(is_choice, entries))
         tuned[path] = len(entries) - auto[path]
     for label, what, counts, command in (
-        ("tuned", "launch parameters", tuned, "python -m scripts.tune op=norm"),
+        ("tuned", "launch parameters", tuned, "python -m scripts.tune"),
         ("auto", "choices of kernels=auto and attn=auto", auto, FILL_COMMAND),
     ):
         places = ", ".join(f"{count} in {path}" for path, count in counts.items() if count)

@@ -4,7 +4,7 @@ from data.loader import Batch
 from kernels.registry import called_backends
 from lab.proof.memory import measure_step, predict_step, suggest_batch_size  # noqa: F401
 from lab.proof.parity import FirstSteps, Recorder, judge, why_parity_fails
-from lab.proof.receipt import make_receipt, receipt_lines
+from lab.proof.receipt import make_receipt, optimizer_ms, receipt_lines
 from lab.proof.references import make_references  # noqa: F401
 from lab.proof.trace import write_memory_snapshot, write_trace  # noqa: F401
 from lab.proof.witness import Witness
@@ -53,8 +53,9 @@ def prove(
         micro_steps = train.tokens_per_step // (train.batch_size * train.block_size)
         if not recipe.kernels.compile:  # the prediction is for a step without torch.compile
             row["memory"]["predicted"] = predict_step(recipe, train.batch_size, train.block_size, micro_steps, device)
+        step.release()
+        row["receipt"]["optimizer_ms"] = optimizer_ms(step.model, step.optimizer, batches[0])
         if device.type == "cuda":
-            step.release()
             peak = row["mem/peak_allocated_gib"]
             row["memory"]["measured"] = measure_step(step.model, step.optimizer, batches, peak)
     print(proof_lines(row))

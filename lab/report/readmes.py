@@ -17,6 +17,7 @@ from lab.report.course import course
 from lab.report.languages import language_tables
 from lab.report.loss_curves import agreement, draw_curves, long_runs, optimizers
 from lab.report.max_context_table import max_context
+from lab.report.optimizers import muon_steps
 from lab.report.peers import peers
 from lab.report.questions import decoding, draw_questions, fastest, longest, memory
 from lab.report.rungs import rungs
@@ -44,6 +45,7 @@ SECTIONS: dict[str, Callable[[str], str]] = {
     "environment": tables.environment,
     "long_runs": long_runs,
     "optimizers": optimizers,
+    "muon_steps": muon_steps,
     "verdicts": verdict_table,
     "same": tables.same_norm_sweep,
     "ops": tables.ops,

@@ -12,7 +12,7 @@ def test_lines_count_the_entries_of_the_user_table_and_of_the_repo_table(tables)
     user_table, repo_table = tables
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert list(describe_tables(device)) == [
-        "tuned    launch parameters: none on this device: python -m scripts.tune op=norm",
+        "tuned    launch parameters: none on this device: python -m scripts.tune",
         f"auto     choices of kernels=auto and attn=auto: none on this device: {FILL_COMMAND}",
     ]
     write_table(user_table, {"norm_fwd 5": {"parameters": {}}, "attention causal float32 64 x1": {"parameters": {}}})

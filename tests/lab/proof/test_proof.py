@@ -43,6 +43,7 @@ def test_the_row_of_a_right_run_has_a_proof_and_wrong_runs_have_no_speed(hotswap
     assert receipt["wrong"] is None
     assert receipt["families"].keys() >= {"gemm", "attention", "norm", "mlp", "loss", "optimizer"}
     assert len(receipt["kernels"]) == MOST_KERNELS
+    assert receipt["optimizer_ms"] > 0
     called = "norm", "linear", "attention", "mlp", "loss", "adamw"
     assert receipt["lines"] == dict.fromkeys(called, 0)  # PyTorch's kernels
     parts = memory["predicted"]

@@ -12,9 +12,11 @@ import pytest
 from common.files import read_line
 from lab import rows
 from lab.report import loss_curves
+from lab.report.optimizers import muon_steps
 from lab.report.presets import presets
 from runtime.row import read_row
 from scripts import collect
+from tests.lab.report.sample_rows import make_row
 from tests.lab.report.test_report import cells
 
 TRAINING = [
@@ -140,3 +142,30 @@ def test_a_loss_that_one_seed_does_not_reach_has_no_tokens():
     low, high = (loss_curves.Curve(row | {"config": {"seed": 1}}, "a", {}, {1: 4.0, 2: loss}) for loss in (2.0, 3.0))
     assert loss_curves.reach_cells([high], {1: low}) == ["0 of 1 seeds reach it", "", "", ""]
     assert loss_curves.reach_cells([high], {2: low})[0] == "0 of 0 seeds reach it"
+
+
+def test_a_step_of_muon_beside_one_of_adamw_on_the_same_gpu(monkeypatch, tmp_path):
+    """A line has the newest sitting with both optimizers. A wrong run has no speed, so it does not count."""
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    assert muon_steps("h200") == "Not measured yet: `scripts/measure.sh muon_steps`."
+
+    def line(optimizer, ms, update, gpu="a", started="1", status="ok", model="gpt2_124m"):
+        row = make_row(precision="bf16") | {"perf/step_ms": ms, "started": f"2026-12-01T0{started}", "status": status}
+        row["config"] = row["config"] | {"optim": {"name": optimizer}, "model": presets()[model]}
+        row["receipt"] = row["receipt"] | ({"optimizer_ms": update} if update else {})
+        return row | {"env": row["env"] | {"gpu": gpu}}
+
+    written = [line("adamw", 90.0, 1.0), line("muon", 99.0, 5.0), line("muon", 80.0, 9.0, status="wrong: x")]
+    written += [
+        line("adamw", 100.0, 2.0, "b", "2"),
+        line("muon", 102.0, 4.0, "b", "2"),
+        line("muon", 50, 4.0, "c", "3"),
+    ]
+    written += [line("muon", 106.0, 6.0, "b", "3"), line("muon", 103.0, 5.15, "b", "3")]
+    written.append(line("adamw", 70.0, 3.0, model="modern_124m"))
+    rows.append_rows(tmp_path / "h200-optimizers" / "train.jsonl", written)
+    text = muon_steps("h200")
+    assert cells(text.partition("\n\n")[0]) == [
+        ["gpt2_124m", "bf16", "100.00", "103.00", "1.030", "2.00 ms", "5.15 ms", "5.0%"]
+    ]
+    assert "H200" in text.partition("\n\n")[2]
