@@ -89,6 +89,7 @@ LANGUAGES = {
     "Helion": ["helion"],
     "cuTile": ["cutile"],
     "TileLang": ["tilelang"],
+    "Pallas": ["pallas"],
     "CuTe DSL": ["quack", "liger_cute", "flash", "gram"],
     "Liger's Triton": ["liger"],
     "XLA": ["xla"],

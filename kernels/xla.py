@@ -212,17 +212,28 @@ def call(op: str, function: Callable, *tensors: Tensor | None, **options: Any) -
     `function` is of a module, not a local one: its compiled versions are kept by its identity and the options. Raises
     Unavailable under torch.compile and in a CUDA graph.
     """
-    if torch.compiler.is_compiling():
-        raise Unavailable(f"torch.compile cannot trace {op}=xla, which XLA compiles: choose {override_key(op)}=eager")
-    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        reason = "because XLA launches its kernels on a stream of its own"
-        raise Unavailable(f"a CUDA graph cannot contain {op}=xla, {reason}: choose {override_key(op)}=eager")
+    refuse_capture(op, "xla", tensors[0])
     make_program = functools.partial(program, op, function, tuple(options.items()))
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         outputs = autograd_function(op).apply(make_program, *tensors)
     else:
         outputs = run(make_program(()).compute, *tensors)
     return outputs[0] if len(outputs) == 1 else outputs
+
+
+def compute(op: str, function: Callable, *tensors: Tensor | None, **options: Any) -> tuple[Tensor | None, ...]:
+    """Return function(*arrays, **options) as call() does, without gradients: for a backward of our own."""
+    return run(program(op, function, tuple(options.items()), ()).compute, *tensors)
+
+
+def refuse_capture(op: str, impl: str, tensor: Tensor) -> None:
+    """Raise Unavailable under torch.compile, or if PyTorch captures a CUDA graph on the device of `tensor`."""
+    if torch.compiler.is_compiling():
+        remedy = f"choose {override_key(op)}=eager"
+        raise Unavailable(f"torch.compile cannot trace {op}={impl}, which XLA compiles: {remedy}")
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        reason = "because XLA launches its kernels on a stream of its own"
+        raise Unavailable(f"a CUDA graph cannot contain {op}={impl}, {reason}: choose {override_key(op)}=eager")
 
 
 def hlo(ops: Collection[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import profile
 
 from data.loader import Batch
-from kernels.registry import Ops, other_runtimes
+from kernels.registry import Ops, other_runtimes, source_of
 from lab.compat import record_memory
 from model.capture import StepRunner
 from runtime.timing import synchronize
@@ -52,8 +52,9 @@ def write_memory_snapshot(step: StepRunner, batches: list[Batch], folder: Path) 
 
 
 def write_hlo(ops: Ops, folder: Path) -> None:
-    """Write what XLA compiled for each op with a backend `xla` into folder/OP.txt, and print where."""
-    compiled = other_runtimes(ops._asdict())
+    """Write what XLA compiled for each op whose backend runs in XLA into folder/OP.txt, and print where."""
+    functions = ops._asdict()
+    compiled = other_runtimes(functions)
     if not compiled:
         return
     from kernels import xla  # needs Triton, which is for Linux
@@ -62,7 +63,7 @@ def write_hlo(ops: Ops, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         path = folder / f"{op}.txt"
         path.write_text(text, encoding="utf-8")
-        print(f"profile  {path}: the HLO of {op}=xla after XLA's fusion")
+        print(f"profile  {path}: the HLO of {source_of(functions[op])} after XLA's fusion")
 
 
 def make_steps(step: StepRunner, batches: list[Batch]) -> None:

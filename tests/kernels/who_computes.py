@@ -27,6 +27,7 @@ LIBRARIES = {
     r"helion": r"helion",
     r"cuda-tile": r"cutile_",
     r"tilelang": r"tilelang",
+    r"^pallas ": r"pallas_",
     r"_for_cpu": r"_for_cpu",
     r"\bXLA\b": r"fusion|^wrapped_|^(loop|input)_|^triton_|RepeatBuffer|redzone",
 }

@@ -43,7 +43,7 @@ def test_the_programs_of_xla_are_written_for_the_ops_that_it_computes(hotswap):
     pytest.importorskip("jax")
     code, out, err = hotswap(*QUICK, "train.max_steps=2", "profile=true", "kernels.norm=xla")
     assert (code, err) == (0, "")
-    assert "profile  run/hlo/norm.txt: the HLO of norm=xla after XLA's fusion\n" in out
+    assert "profile  run/hlo/norm.txt: the HLO of kernels.norm.xla after XLA's fusion\n" in out
     assert [path.name for path in Path("run/hlo").iterdir()] == ["norm.txt"]
     text = Path("run/hlo/norm.txt").read_text()
     for name in ("differentiate", "backward"):
