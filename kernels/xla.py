@@ -126,6 +126,8 @@ def program(op: str, function: Callable, options: tuple[tuple[str, Any], ...], w
         results = function(*arrays, **dict(options))
         return results if isinstance(results, tuple) else (results,)
 
+    outputs.__name__ = function.__name__  # in profiles and in hlo()
+
     def differentiate(*arrays: Any) -> tuple[tuple, Callable]:
         def of_wanted(*leaves: Any) -> tuple:
             arguments = dict(enumerate(arrays)) | dict(zip(wanted, leaves, strict=True))

@@ -57,8 +57,8 @@ def run_forward(
     """
     from kernels.rms_norm import _pallas
 
-    arguments = x, residual, weight
-    y, stream, rstd = xla.compute("rms_norm", _pallas.forward, *arguments, eps=eps, interpret=not x.is_cuda)
+    options = {"eps": eps, "interpret": not x.is_cuda}
+    y, stream, rstd = xla.compute("rms_norm", _pallas.forward, x, residual, weight, **options)
     return y, x.new_empty(0) if stream is None else stream, rstd.new_empty(0), rstd
 
 
@@ -76,16 +76,12 @@ def launch_backward(
     """Return dx, dresidual, dweight and an empty dbias, as launch_backward() of _triton_backward.py does."""
     from kernels.rms_norm import _pallas
 
-    dx, dresidual, dweight = xla.compute(
-        "rms_norm",
-        _pallas.backward,
-        *(stream, weight, rstd, dy, dstream),
-        x_dtype=str(x_dtype).removeprefix("torch."),
-        multiprocessors=multiprocessors(stream.device),
-        interpret=not stream.is_cuda,
-    )
-    empty = stream.new_empty(0, dtype=stream_dtype)
-    return dx, empty if dresidual is None else dresidual, dweight, weight.new_empty(0)
+    options = {"multiprocessors": multiprocessors(stream.device), "interpret": not stream.is_cuda}
+    options["x_dtype"] = str(x_dtype).removeprefix("torch.")
+    arguments = stream, weight, rstd, dy, dstream
+    dx, dresidual, dweight = xla.compute("rms_norm", _pallas.backward, *arguments, **options)
+    absent = stream.new_empty(0, dtype=stream_dtype)
+    return dx, absent if dresidual is None else dresidual, dweight, weight.new_empty(0)
 
 
 norm_bwd = custom_op("hotswap::pallas_rms_norm_bwd", launch_backward, empty_norm_gradients)
