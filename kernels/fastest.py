@@ -1,8 +1,9 @@
-"""Choose the backend of an op that was measured to be the fastest on this GPU, for kernels=auto and attn=auto.
+"""Choose the backend of an op that was measured to be the fastest on this GPU: kernels=auto attn=auto, decode=auto.
 
 `python -m scripts.tune auto=true` stores the fastest backends in the user's table (tuned.py). The name of an entry has
 the op and the dtypes: "mlp bfloat16 fp8". An entry has one backend for each measured width of the input, and for
-attention for each T. The nearest width by ratio decides.
+attention for each T. The nearest width by ratio decides. The name of a decoder's entry has the width, and the entry has
+a decoder for each number of sequences: "decode bfloat16 768".
 
 A model's dtypes and widths are known before it is built, so it is built with the functions of the chosen backends
 (name_backends() in model/executed.py). Each op's auto.py chooses at every call, for hotswap.op() and the benchmarks.
@@ -14,23 +15,25 @@ Every op is timed alone. So with precision=fp8 the choice ignores that a norm ca
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kernels import registry
-from kernels.registry import Unavailable, backend, contract, describe_choice, impls
-from kernels.tuned import merged_table, read_table, table_paths, write_table
+from kernels.registry import Unavailable, backend, contract, default_impl, describe_choice, impls
+from kernels.tuned import merged_table, read_table, table_paths, tables_in_use, write_table
+
+T = TypeVar("T")
 
 FILL_COMMAND = "python -m scripts.tune auto=true"
 # {(op, device type): {entry name: its size_ranges()}}. unavailable() fills it before any call of the op, because
 # torch.compile cannot trace code that reads a file
 _choices: dict[tuple[str, str], dict[str, list]] = {}
-_eager: dict[str, ModuleType] = {}  # {op: the module of eager, which refuses nothing}
+_eager: dict[str, ModuleType] = {}  # {op: the module of eager, which refuses nothing; of decode, that of blocks}
 _arguments: dict[tuple[str, str], frozenset[str]] = {}  # {(op, backend): the names of its function's arguments}
 
 
@@ -49,7 +52,7 @@ def unavailable(op: str, device: torch.device) -> str | None:
             _arguments[op, impl] = frozenset(parameters)
         if existing:
             choices[name] = size_ranges(op, existing)
-    _choices[op, device.type], _eager[op] = choices, backend(op, "eager")
+    _choices[op, device.type], _eager[op] = choices, backend(op, default_impl(op))
     return None if choices else f"nothing was measured on this device yet: run {FILL_COMMAND}"
 
 
@@ -117,6 +120,46 @@ def detail(op: str, fp8: bool = False, **inputs: Any) -> str:
     """Return what `auto` runs for these inputs of an op other than attention: "triton: triton 3.6.0"."""
     impl, _ = choose_for(op, inputs, fp8)
     return describe_choice(op, impl, **inputs, **({"fp8": True} if fp8 else {}))
+
+
+def rank_decoders(dtype: torch.dtype, width: int, batch: int, device: torch.device) -> list[str]:
+    """Return the measured decoders for `batch` sequences of a model of this compute dtype and width, fastest first.
+
+    The measurement is the one of the nearest width by ratio, and then of the nearest number of sequences. The last
+    decoder is blocks if it was not measured. Raises Unavailable if the tables have no entry for this dtype.
+    """
+    if reason := unavailable("decode", device):
+        raise Unavailable(f"decode=auto cannot run here: {reason}")
+    prefix = f"decode {str(dtype).removeprefix('torch.')} "
+    widths = {name.removeprefix(prefix): name for name in _choices["decode", device.type] if name.startswith(prefix)}
+    if not widths:
+        command = f"{FILL_COMMAND} op=decode dtype={prefix.split()[1]}"
+        raise Unavailable(f"decode=auto: nothing was measured for `{prefix.strip()}` on this device: run {command}")
+    user_entries, repo_entries = map(read_table, tables_in_use(device))
+    entry = (repo_entries | user_entries)[widths[nearest(widths, width)]]
+    size = nearest(entry["parameters"], batch)
+    ms = entry.get("ms", {}).get(size, {})
+    names = dict.fromkeys([entry["parameters"][size], *sorted(ms, key=ms.get), "blocks"])
+    return [name for name in names if name in impls("decode")]  # a table may name a decoder that no longer exists
+
+
+def nearest(sizes: Iterable[str], size: int) -> str:
+    """Return the one of `sizes` that is nearest to `size` by ratio. If two are equally near, it is the smaller one."""
+    return min(sorted(sizes, key=int), key=lambda each: abs(math.log(int(each) / size)))
+
+
+def first_accepted(names: Iterable[str], build: Callable[[str], T]) -> T:
+    """Return build(name) of the first decoder that does not refuse: build() raises Unavailable for the others.
+
+    Raises Unavailable with all reasons if every decoder refuses.
+    """
+    reasons = []
+    for name in names:
+        try:
+            return build(name)
+        except Unavailable as reason:
+            reasons.append(str(reason))  # the error itself would keep the memory of what it refused
+    raise Unavailable(f"decode=auto: {'; '.join(reasons)}")
 
 
 def record_fastest(entry: str, size: int, impl: str, ms: dict[str, float], device: torch.device) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from common.files import add_sha256, read_json, write_atomically
-from kernels.names import OPS, KernelError
+from kernels.names import GENERATION_OPS, KernelError
 
 TABLES = Path(__file__).parent / "tables"
 # The field that each entry of a table has -> (what the table holds, the command that makes it)
@@ -79,7 +79,7 @@ def merged_table(device: torch.device) -> dict[str, dict]:
 
 def is_choice(entry: str) -> bool:
     """Return whether the entry of a table has choices of `auto`, and not a kernel's launch parameters."""
-    return entry.split()[0] in OPS
+    return entry.split()[0] in GENERATION_OPS
 
 
 def table_paths(device: torch.device) -> tuple[Path, Path]:

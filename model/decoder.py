@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import decode as contract
+from kernels import fastest
 from kernels.cache import Cache
 from kernels.compat import allow_graphs
 from kernels.registry import KernelError, Unavailable, backend, load, missing_argument, other_runtimes, reads_fp8
@@ -55,6 +56,21 @@ def next_tokens(
     return draw(logits.view(B * T, -1), seeds, draw_positions, sampling).view(B, T), logits
 
 
+def make_decoder(model: GPT, batch: int, *arguments, decode: str = "blocks", **options) -> "Decoder":
+    """Return a Decoder of these arguments. For decode=auto it is the fastest one here that accepts them; `name` has it.
+
+    Raises Unavailable or UserError as Decoder does, and Unavailable if auto has no measurement.
+    """
+
+    def build(name: str) -> Decoder:
+        return Decoder(model, batch, *arguments, decode=name, **options)
+
+    if decode != "auto":
+        return build(decode)
+    names = fastest.rank_decoders(model.ln_f.dtype, model.config.n_embd, batch, model.wte.weight.device)
+    return fastest.first_accepted(names, build)
+
+
 class Decoder:
     """Continues B sequences, to at most `capacity` tokens each: prefill() once, then step() repeatedly.
 
@@ -90,9 +106,8 @@ class Decoder:
         assert (draft is None) == (options.draft_checkpoint is None)
         config, device = model.config, model.wte.weight.device
         module = backend("decode", decode)
-        if decode == "blocks" and not prefill_only:
-            reason = why_no_generation(model)
-            check(reason is None, reason)
+        if decode == "blocks" and not prefill_only and (reason := why_no_generation(model)):
+            raise Unavailable(reason)
         if config.logit_softcap is not None and decode != "blocks":
             raise Unavailable(
                 f"kernels.decode={decode} has no cap, and this model has model.logit_softcap={config.logit_softcap}: "

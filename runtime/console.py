@@ -50,7 +50,7 @@ def model_header(row: dict, model: str, *lines: str, compiled: str = "torch.comp
     kernels = kernel_texts(row)
     device = f"device   {row['env']['device']}, torch {torch.__version__}, precision {row['config']['precision']}"
     text = [device, f"model    {model}", *lines]
-    if not kernels.get("decode", "decode blocks").startswith("decode blocks"):
+    if not kernels.get("decode", "decode blocks").startswith(("decode blocks", "decode auto (blocks")):
         decoder = kernels.pop("decode")
         text.append(f"prefill  {' | '.join(kernels.values())}")
         kernels = {"decode": decoder}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from kernels.names import TRAINING_OPS
 from kernels.registry import check_name, contract, impls
 from lab.bench.first_call import absent_backends, first_call
 from lab.bench.op import DTYPES, OpConfig, as_list, backend_of, measure
@@ -38,6 +39,7 @@ class Config(OpConfig):
     logger: LoggerConfig
 
     def __post_init__(self):
+        check(self.op in TRAINING_OPS, f"op={self.op}: choose {', '.join(TRAINING_OPS)}")
         super().__post_init__()
         check(self.keep or not self.suffix, f"suffix={self.suffix} has no effect: add keep=true")
         self.impl = as_list(self.impl)

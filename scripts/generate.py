@@ -164,7 +164,7 @@ def record_proof(
     run: Run, recipe: GenerationRecipe, decoder: Decoder, idx: Tensor, lengths: Tensor, new_tokens: int
 ) -> None:
     """Write the proof into the row, and print it. Raises Wrong if the tokens, the logits or the kernels are wrong."""
-    draft = recipe.draft.config if recipe.draft else None
+    recipe, draft = recipe.naming(decoder), recipe.draft.config if recipe.draft else None
     arguments = recipe.groups, recipe.generate, tuple(idx.shape), new_tokens, idx.device
     parts, _ = predict_generation(*arguments, draft=draft)
     packed = GIB * run.row["mem/packed_gib"]  # a prediction is of blocks, which pack nothing

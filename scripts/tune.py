@@ -2,8 +2,8 @@
 
 It takes five minutes; with op=NAME it searches for one op, without a limit. Afterwards, every launch of such a kernel
 uses the stored parameters. lab/bench/tune.py describes the search.
-`python -m scripts.tune auto=true` finds and stores the fastest backend of each op instead, for kernels=auto and
-attn=auto.
+`python -m scripts.tune auto=true` finds and stores the fastest backend of each op instead, for kernels=auto, attn=auto
+and kernels.decode=auto.
 """
 
 import math
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from common.terminal import outlive_output, printable
+from kernels.names import GENERATION_OPS
 from kernels.registry import OPS, Unavailable, backend, contract, impls, load
 from kernels.tuned import is_choice, read_table, table_paths, write_table
-from lab.bench.choose import fill_attention, fill_op
+from lab.bench.choose import fill_attention, fill_decode, fill_op
 from lab.bench.op import OpConfig
 from lab.bench.tune import UNFIT, Budget, choose_parameters, gains, search_order, table, tune_shape
 from lab.commands import command
@@ -46,7 +47,7 @@ class Config:
         if self.dtype is None:
             self.dtype = "bfloat16" if select_device(self.device).type == "cuda" else "float32"
         check(self.minutes is None or self.minutes > 0, f"minutes={self.minutes}: it must be more than 0")
-        check(self.op is None or self.op in OPS, f"op={self.op}: choose {', '.join(OPS)}")
+        check(self.op is None or self.op in self.possible, f"op={self.op}: choose {', '.join(self.possible)}")
         check(not self.shape or self.op is not None, f"shape={self.shape}: it needs op=NAME")
         check(not (self.auto and self.keep), "auto=true with keep=true: the choices are for your table only")
         if self.auto and self.op == "attention":
@@ -61,12 +62,24 @@ class Config:
         return self.minutes or (math.inf if self.op else MINUTES)
 
     @property
+    def possible(self) -> list[str]:
+        return GENERATION_OPS if self.auto else OPS
+
+    @property
     def configs(self) -> list[OpConfig]:
         """The config of each op."""
         rest = self.dtype, self.device, self.rounds, self.keep
-        ops = [self.op] if self.op else [op for op in OPS if self.auto or is_tunable(op)]
-        # auto=true chooses for the shapes of GPT-2 on a CPU, too: store_choices() takes few of their rows there
-        return [OpConfig(op, self.shape or (list(contract(op).SHAPES) if self.auto else None), *rest) for op in ops]
+        ops = [self.op] if self.op else [op for op in self.possible if self.auto or is_tunable(op)]
+        return [OpConfig(op, self.shape or self.default_shapes(op), *rest) for op in ops]
+
+    def default_shapes(self, op: str) -> list[str] | None:
+        """Return the shapes for which auto=true chooses; None without it, for OpConfig's own."""
+        if not self.auto:
+            return None
+        if op == "decode":  # of 124M alone, because each shape takes a minute; on a CPU of a tiny model
+            gpu = select_device(self.device).type == "cuda"
+            return list(contract(op).SHAPES if gpu else contract(op).CASES)[:1]
+        return list(contract(op).SHAPES)  # GPT-2's on a CPU, too: fill_op() takes few of their rows there
 
 
 @command(Config, "tune", errors=UNFIT)
@@ -113,6 +126,8 @@ def store_choices(configs: list[OpConfig], device: torch.device) -> None:
     for config in configs:
         if config.op == "attention":
             lines = fill_attention(config.dtype, config.rounds, device)
+        elif config.op == "decode":
+            lines = fill_decode(config.shape, config.dtype, config.rounds, device)
         else:
             lines = fill_op(config.op, config.shape, config.dtype, config.rounds, device)
         for line in lines:

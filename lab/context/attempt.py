@@ -21,7 +21,7 @@ from kernels.sampling import Sampling
 from lab.proof.memory import predict_generation, predict_parts, recipe_chunk
 from lab.recipe import Recipe
 from model.config import PRECISIONS
-from model.decoder import CHUNK, Decoder
+from model.decoder import CHUNK, Decoder, make_decoder
 from model.generate import stream
 from model.gpt import GPT
 from model.optim import Optimizer
@@ -81,7 +81,7 @@ def build_decoder(recipe: Recipe, length: int, device: torch.device) -> tuple[De
     model = with_positions(recipe, length + NEW_TOKENS).build(device).eval()
     sampling = Sampling(recipe.model.vocab_size, temperature=0)
     options = recipe.kernels.decoder_options | {"options": recipe.generate}
-    decoder = Decoder(model, 1, length + NEW_TOKENS, sampling, **options)
+    decoder = make_decoder(model, 1, length + NEW_TOKENS, sampling, **options)
     return decoder, torch.randint(recipe.model.vocab_size, (1, length), device=device)
 
 

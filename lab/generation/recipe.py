@@ -1,19 +1,20 @@
 """The keys of scripts.generate, and the model, the decoder and the texts that these keys choose."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from data.tokenizer import Tokenizer
+from kernels import registry
 from kernels.lookup import short_name
 from kernels.names import GENERATION_OPS
 from kernels.registry import AttnConfig, KernelsConfig, impl_by_op
 from kernels.sampling import Sampling
 from model import cost, pretrained
 from model.config import PRECISIONS, GPTConfig
-from model.decoder import Decoder
+from model.decoder import Decoder, make_decoder
 from model.executed import called_ops, executed_kernels, kernels_label, slower_kernels
 from model.generate import check_sampling
 from model.generate_config import GenerateConfig
@@ -74,7 +75,7 @@ class GenerationRecipe:
         return self.kernels.decoder_options | {"options": self.generate}
 
     def build_decoder(self, batch: int, capacity: int, device: torch.device) -> Decoder:
-        """Build the model, and its decoder of `batch` sequences. Raises Unavailable or UserError as Decoder does."""
+        """Build the model, and its decoder of `batch` sequences. Raises Unavailable or UserError as make_decoder()."""
         needs = ["lengths"] if self.kernels.decode == "blocks" else []  # its steps read a cache with attention
 
         def build_model(source: Pretrained) -> GPT:
@@ -84,7 +85,11 @@ class GenerationRecipe:
 
         options = self.decoder_options | {"stops": stop_ids(self.tokenizer, self.stops)}
         options["draft"] = build_model(self.draft) if self.draft else None
-        return Decoder(build_model(self.source), batch, capacity, self.sampling, self.seed, **options)
+        return make_decoder(build_model(self.source), batch, capacity, self.sampling, self.seed, **options)
+
+    def naming(self, decoder: Decoder) -> "GenerationRecipe":
+        """Return the recipe with this decoder's own name, in the place of kernels.decode=auto."""
+        return replace(self, kernels=replace(self.kernels, decode=decoder.name))
 
     def kernel_facts(self, decoder: Decoder, shape: tuple[int, int], device: torch.device) -> dict[str, dict]:
         """Return the keys of the row about the kernels: what executed_kernels() returns, and what is slower than eager.
@@ -92,8 +97,11 @@ class GenerationRecipe:
         They are for the first decoding step after a prompt of `shape`, (B, T). If the decoder is not blocks, the times
         are of the prefill.
         """
-        arguments = *self.groups, shape, device, decoder.bucket(shape[1] + decoder.graph_tokens)
-        return {"kernels": executed_kernels(*arguments), "slower": slower_kernels(*arguments)}
+        groups = self.naming(decoder).groups
+        arguments = *groups, shape, device, decoder.bucket(shape[1] + decoder.graph_tokens)
+        kernels = executed_kernels(*arguments)
+        kernels["decode"] = registry.describe("decode", self.kernels.decode, chosen=decoder.name)
+        return {"kernels": kernels, "slower": slower_kernels(*arguments)}
 
     def make_texts(self, count: int) -> list[Text]:
         return [Text(self.tokenizer, self.stops) for _ in range(count)]

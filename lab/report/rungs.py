@@ -170,7 +170,7 @@ def computing_kernels(row: dict) -> dict[str, str]:
     kernels = {op: text for op, text in row["kernels"].items() if isinstance(text, str) and op not in OPTIMIZER_OPS}
     if is_generation(row):
         decode = kernels.pop("decode", "blocks")
-        return kernels if decode.startswith("blocks") else {"decode": decode}
+        return kernels if called_backend(decode) == "blocks" else {"decode": decode}
     return kernels
 
 
