@@ -148,15 +148,15 @@ def nearest(sizes: Iterable[str], size: int) -> str:
     return min(sorted(sizes, key=int), key=lambda each: abs(math.log(int(each) / size)))
 
 
-def first_accepted(names: Iterable[str], build: Callable[[str], T]) -> T:
-    """Return build(name) of the first decoder that does not refuse: build() raises Unavailable for the others.
+def first_accepted(names: Iterable[str], construct: Callable[[str], T]) -> T:
+    """Return construct(name) of the first decoder that does not refuse, which it does by raising Unavailable.
 
     Raises Unavailable with all reasons if every decoder refuses.
     """
     reasons = []
     for name in names:
         try:
-            return build(name)
+            return construct(name)
         except Unavailable as reason:
             reasons.append(str(reason))  # the error itself would keep the memory of what it refused
     raise Unavailable(f"decode=auto: {'; '.join(reasons)}")

@@ -9,12 +9,19 @@ import torch
 
 from kernels import fastest
 from kernels.attention import auto
+from kernels.decode import Model
+from kernels.decode import auto as auto_decoder
 from kernels.registry import AttnConfig, KernelsConfig, Unavailable, backend, called_backends, contract, describe, load
+from kernels.sampling import Sampling
 from kernels.tuned import merged_table, table_paths, write_table
+from lab.bench import choose
 from model.config import GPTConfig
+from model.decoder import make_decoder
 from model.executed import executed_kernels
+from model.generate_config import GenerateConfig
 from model.step import build, load_ops
-from scripts import bench_attention
+from scripts import bench_attention, tune
+from scripts import generate as script
 
 CPU = torch.device("cpu")
 FLOAT = {"dtype": torch.float32}
@@ -304,3 +311,159 @@ def test_a_receipt_expects_the_kernels_of_the_backend_that_auto_calls():
     row |= {"linear": "triton (triton 3.6.0)"}
     called = {"norm": "triton", "linear": "triton", "attention": "sdpa", "mlp": "eager"}
     assert called_backends(kernels, attn, row) == called
+
+
+def decoder_table(**entries):
+    """Write a table of decoders: decoder_table(w64={1: {"blocks": 2.0, "triton": 1.0}}), ms by width and batch."""
+    table = {}
+    for width, sizes in entries.items():
+        parameters = {str(batch): min(ms, key=ms.get) for batch, ms in sizes.items()}
+        times = {str(batch): ms for batch, ms in sizes.items()}
+        table[f"decode float32 {width.removeprefix('w')}"] = {"parameters": parameters, "ms": times}
+    write_table(table_paths(CPU)[0], table)
+
+
+@pytest.fixture
+def decoders_here(tables, monkeypatch):
+    """Decoders for GPUs count as available on the CPU. flashinfer has the functions of blocks."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    for impl in ("triton", "persistent", "flashinfer"):
+        monkeypatch.setattr(backend("decode", impl), "unavailable", lambda device: None)
+    for name in ("pack", "decode"):
+        monkeypatch.setattr(backend("decode", "flashinfer"), name, getattr(backend("decode", "blocks"), name))
+    monkeypatch.setattr(backend("decode", "flashinfer"), "detail", lambda: "of a test")
+
+
+def test_a_batch_takes_the_decoders_of_the_nearest_width_and_batch(decoders_here):
+    """The fastest comes first. Between widths 64 and 1024 the boundary is 256, and between batches 1 and 64 it is 8."""
+    few = {"triton": 0.2, "blocks": 0.9, "persistent": 0.1}
+    many = {"persistent": 3.0, "triton": 1.0, "blocks": 2.0}
+    decoder_table(w64={1: few, 64: many}, w1024={8: {"flashinfer": 1.0}})
+    ranked = {"few": ["persistent", "triton", "blocks"], "many": ["triton", "blocks", "persistent"]}
+    for width, batch, expected in (
+        *((256, batch, ranked["few"]) for batch in (1, 2, 8)),
+        *((16, batch, ranked["many"]) for batch in (9, 64, 1000)),
+        (257, 1, ["flashinfer", "blocks"]),
+    ):
+        assert fastest.rank_decoders(torch.float32, width, batch, CPU) == expected
+    with pytest.raises(Unavailable, match=r"`decode bfloat16` .* auto=true op=decode dtype=bfloat16"):
+        fastest.rank_decoders(torch.bfloat16, 64, 1, CPU)
+
+
+def test_a_measured_decoder_that_no_longer_exists_does_not_decode(decoders_here):
+    decoder_table(w64={1: {"gone": 0.1, "triton": 0.2}, 8: {"triton": 0.2, "gone": 0.3}})
+    for batch in (1, 8):
+        assert fastest.rank_decoders(torch.float32, 64, batch, CPU) == ["triton", "blocks"]
+    decoder_table(w64={1: {"gone": 0.1}, 8: {"gone": 0.1}})
+    with pytest.raises(Unavailable, match=r"decode=auto cannot run here: nothing was measured on this device yet"):
+        fastest.rank_decoders(torch.float32, 64, 1, CPU)
+
+
+def test_the_next_decoder_runs_where_the_fastest_refuses(decoders_here, monkeypatch):
+    """A refusal of the decoder itself, or of Decoder: no draft, no torch.compile. auto's own pack() does the same."""
+
+    def refuse(*_):
+        raise Unavailable("no such model")
+
+    monkeypatch.setattr(backend("decode", "triton"), "pack", refuse)
+    ms = {"triton": 0.1, "persistent": 0.2, "flashinfer": 0.3, "blocks": 0.4}
+    decoder_table(w64={1: ms})
+    model = build(TINY, KernelsConfig(), AttnConfig("sdpa"), "fp32", CPU, seed=0).eval()
+    sampling, ngram = Sampling(32, temperature=0), GenerateConfig(speculate="ngram", draft_tokens=1)
+    monkeypatch.setattr(backend("decode", "persistent"), "pack", backend("decode", "blocks").pack)
+    assert make_decoder(model, 1, 8, sampling, decode="auto").name == "persistent"
+    assert make_decoder(model, 1, 6, sampling, decode="auto", options=ngram).name == "flashinfer"
+    assert make_decoder(model, 1, 8, sampling, decode="auto", compiled=True).name == "blocks"
+    inputs = contract("decode").inputs(1, [5], **FLOAT)
+    packed = auto_decoder.pack(Model(None, lambda: inputs["weights"]), inputs["cache"])
+    assert packed[0] is backend("decode", "persistent")
+    monkeypatch.setattr(backend("decode", "blocks"), "pack", refuse)
+    message = (
+        "decode=auto: no such model; kernels.decode=persistent verifies no draft: .*; no such model; no such model$"
+    )
+    monkeypatch.setattr(backend("decode", "flashinfer"), "pack", refuse)
+    with pytest.raises(Unavailable, match=message):
+        make_decoder(model, 1, 6, sampling, decode="auto", options=ngram)
+
+
+GENERATE = "checkpoint=random", "model=tiny", "model.n_layer=1", "device=cpu", "precision=fp32", "prompt=ab"
+GENERATE = *GENERATE, "max_new_tokens=3", "kernels.decode=auto"
+
+
+@pytest.fixture
+def generate(called, monkeypatch, tmp_path):
+    """Run scripts.generate with kernels.decode=auto: generate("batch=8") -> (exit code, stdout, stderr, row)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "measured_bandwidth", lambda device: 1e10)
+
+    def run(*words):
+        folder = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
+        answers = called("generate.py", script.main_with_exact_prompt, *GENERATE, f"out_dir={folder}", *words)
+        return *answers, json.loads((folder / "result.json").read_text()) if answers[0] == 0 else None
+
+    return run
+
+
+def test_generate_names_the_decoder_that_runs(decoders_here, generate):
+    """In the row and in the header. Blocks run the other ops in their steps, and the header then says so."""
+    decoder_table(w64={1: {"flashinfer": 0.1, "blocks": 0.2}, 8: {"flashinfer": 0.2, "blocks": 0.1}})
+    code, out, err, row = generate("proof=true")
+    assert (code, err, row["kernels"]["decode"]) == (0, "", "auto (flashinfer: of a test)")
+    assert "\nprefill  norm eager (" in out
+    assert "\nkernels  decode auto (flashinfer: of a test)\n" in out
+    assert (row["config"]["kernels"]["decode"], row["proof"]["ok"]) == ("auto", True)
+    code, out, err, row = generate("batch=8")
+    assert (code, err, row["kernels"]["decode"]) == (0, "", "auto (blocks)")
+    assert re.search(r"\nkernels  norm eager .* \| decode auto \(blocks\)\n", out)
+
+
+def test_generate_without_a_table_prints_the_command_that_fills_it(tables, generate):
+    code, _, err, _ = generate()
+    why = f"nothing was measured on this device yet: run {fastest.FILL_COMMAND}"
+    assert (code, err) == (1, f"error: decode=auto cannot run here: {why}\n")
+
+
+def test_tune_fills_the_table_of_decoders(decoders_here, called, generate, monkeypatch):
+    """The fastest decoder with right tokens is stored. One with wrong tokens, and one that fails, have a line."""
+    ms = {"flashinfer": {1: 1.0, 4: 4.0}, "blocks": {1: 2.0, 4: 3.0}}
+
+    def probes(groups, device, limit):
+        assert all((group[0].shape["batch"], group[0].shape["n_layer"]) == (1, 1) for group in groups)
+        return [["wrong: error 1" if group[0].impl == "persistent" else "ok: fine"] * len(group) for group in groups]
+
+    def broken(packed, tokens, cache):
+        return backend("decode", "blocks").decode(packed, tokens, cache).roll(1, -1)
+
+    def fail(*_):
+        raise RuntimeError("it crashes")
+
+    monkeypatch.setattr(choose, "BATCHES", (1, 4))
+    monkeypatch.setattr(choose, "PROMPT", 4)
+    monkeypatch.setattr(choose, "NEW_TOKENS", 4)
+    monkeypatch.setattr(choose, "run_probes", probes)
+    monkeypatch.setattr(choose, "step_ms", lambda decoder, idx: ms[decoder.name][len(idx)])
+    monkeypatch.setattr(backend("decode", "triton"), "pack", fail)
+    words = "op=decode", "auto=true", "dtype=float32", "device=cpu", "rounds=1"
+    code, out, err = called("tune.py", tune.main, *words)
+    assert (code, err) == (0, "")
+    for line in (
+        "without  decode=persistent at one, 1 sequences: wrong: error 1",
+        "without  decode=triton at one, 4 sequences: failed: RuntimeError: it crashes",
+        "auto     decode float32 64 1: flashinfer (flashinfer 1.000 ms, blocks 2.000 ms)",
+        "auto     decode float32 64 4: blocks (blocks 3.000 ms, flashinfer 4.000 ms)",
+    ):
+        assert f"{line}\n" in out
+    assert generate()[3]["kernels"]["decode"] == "auto (flashinfer: of a test)"
+    monkeypatch.setattr(backend("decode", "flashinfer"), "decode", broken)
+    out = called("tune.py", tune.main, *words)[1]
+    assert "without  decode=flashinfer at one, 1 sequences: wrong: 3 of 4 greedy tokens are not" in out
+    assert "auto     decode float32 64 1: blocks (blocks 2.000 ms)\n" in out
+
+
+def test_a_decoder_is_timed_as_generation_runs_it(monkeypatch):
+    """The real step_ms(): from the first new token to the last one."""
+    times = iter([10.0, 10.5, 11.0, 12.0])
+    monkeypatch.setattr(choose, "stream", lambda decoder, idx, new_tokens: range(4))
+    monkeypatch.setattr(choose, "NEW_TOKENS", 5)
+    monkeypatch.setattr(choose.time, "perf_counter", lambda: next(times))
+    assert choose.step_ms(None, None) == 500.0

@@ -264,7 +264,7 @@ def test_generation_is_refused_without_lengths():
 
     model = gpt()
     model.h[0].attn.attention = attention
-    with pytest.raises(UserError, match=r"test_generate takes no lengths .*: choose attn=.*\beager, "):
+    with pytest.raises(Unavailable, match=r"test_generate takes no lengths .*: choose attn=.*\beager, "):
         generate(model, prompt(), 1, n_vocab=97)
 
 

@@ -423,7 +423,7 @@ def test_random_weights_whose_ids_no_tokenizer_has(command):
         (['checkpoint="~nobody-here/x"'], "~nobody-here/x: the home folder of this user is not known"),
         (["attn=none"], "attn=none: no such choice"),
         (["promts=a"], "unknown key promts; did you mean prompts?"),
-        (["kernels.decode=mine"], "kernels.decode=mine: no file kernels/decode/mine.py; there are blocks, "),
+        (["kernels.decode=mine"], "kernels.decode=mine: no file kernels/decode/mine.py; there are auto, blocks, "),
         (["generate.kv=int4"], "generate.kv=int4: choose auto, fp8"),
         (["model.n_layer=2"], "model.n_layer is for checkpoint=random; this model's shape is its checkpoint's"),
         (["model=gpt2_350m"], "is for checkpoint=random; this model's shape is its checkpoint's"),

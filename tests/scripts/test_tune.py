@@ -268,5 +268,6 @@ def test_auto_stores_the_fastest_right_backend(command, tables, monkeypatch):
 
 def test_auto_chooses_for_the_shapes_of_gpt2_on_a_cpu():
     config = tune.Config(None, True, None, None, "cpu", 1, None, False, None)
-    assert {each.op: each.shape for each in config.configs} == {op: list(contract(op).SHAPES) for op in OPS}
+    shapes = {op: list(contract(op).SHAPES) for op in OPS}
+    assert {each.op: each.shape for each in config.configs} == shapes | {"decode": ["one"]}  # a tiny model
     assert tune.Config("norm", False, None, None, "cpu", 1, None, False, None).configs[0].shape == ["768"]
