@@ -63,20 +63,6 @@ def call_seconds(
     return seconds
 
 
-def elapsed_ms(function: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of one call. On a GPU they are those of its stream, without what was launched before."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        function()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 def time_in_turns(
     functions: dict[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.02
 ) -> dict[str, list[float]]:
@@ -94,7 +80,7 @@ def time_in_turns(
     samples = {name: [] for name in functions}
 
     def turn(name: str) -> tuple[float, bool]:
-        return _time_calls(functions[name], calls[name], device, 1.5 * calls[name] * launch_seconds[name])
+        return time_calls(functions[name], calls[name], device, 1.5 * calls[name] * launch_seconds[name])
 
     for name in functions:
         while calls[name] > 1 and not turn(name)[1]:
@@ -118,8 +104,13 @@ def _launch_seconds(function: Callable[[], object], device: torch.device) -> flo
     return seconds
 
 
-def _time_calls(function: Callable[[], object], calls: int, device: torch.device, sleep: float) -> tuple[float, bool]:
-    """Return (the seconds of all calls, whether all were launched before the first began). A GPU sleeps before them."""
+def time_calls(
+    function: Callable[[], object], calls: int, device: torch.device, sleep: float = 0.0
+) -> tuple[float, bool]:
+    """Return (the seconds of all calls, whether all were launched before the first began).
+
+    A GPU first sleeps so many seconds, and what was launched before does not count.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(calls):

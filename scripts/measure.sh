@@ -15,6 +15,7 @@ short="precision=bf16 train.max_steps=25"
 wide="train.block_size=16384 model.block_size=16384 train.batch_size=4"
 both="kernels=eager,triton,gluon kernels.compile=true"
 two="torchrun --standalone --nproc_per_node=2"
+today="checkpoint=random precision=bf16 proof=true prompt_tokens=128 max_new_tokens=128 temperature=0"
 all=sdpa,flash,triton,gluon,flex,mem_efficient,eager,math
 sitting="out/sitting-$(git rev-parse --short HEAD 2>/dev/null)"
 
@@ -150,18 +151,16 @@ on_two_gpus() { # NAME WORDS ...
 # Greedy decoding of one sequence with the models of today: two minutes, and an estimate of five for torch.compile.
 # kernels.decode=huggingface is not here, because it decodes GPT-2 alone
 today_decode() {
-    local words="checkpoint=random model=smollm2_135m,qwen3_0_6b,llama3_2_1b" into="--suffix today"
-    words+=" precision=bf16 proof=true prompt_tokens=128 max_new_tokens=128 temperature=0"
+    local words="$today model=smollm2_135m,qwen3_0_6b,llama3_2_1b" into="--suffix today"
     part today-compile -m scripts.generate -m $words kernels=compile
     part today-decode -m scripts.generate -m $words kernels.decode=triton,persistent
 }
 # The same models with more sequences, weights in int8, a cache in fp8 and drafts: about four minutes (an estimate)
 today_batches() {
-    local words="checkpoint=random model=smollm2_135m,qwen3_0_6b" into="--suffix today"
-    words+=" precision=bf16 proof=true prompt_tokens=128 max_new_tokens=128 temperature=0"
+    local words="$today model=smollm2_135m,qwen3_0_6b" into="--suffix today"
     part today-batches -m scripts.generate -m $words kernels.decode=triton,int8 batch=8,64
     part today-drafts -m scripts.generate -m $words kernels.decode=triton generate.speculate=ngram batch=1,8
-    part today-fp8 -m scripts.generate -m $words kernels=triton attn=triton kernels.decode=blocks generate.kv=fp8 batch=8
+    part today-fp8 -m scripts.generate -m $words kernels=triton attn=triton generate.kv=fp8 batch=8
 }
 
 # The tables of languages in results/README.md, on one GPU: about 20 minutes of kernels and 20 of steps (estimates). A
@@ -224,8 +223,9 @@ muon_curves() {
 # What a step of Muon costs, beside AdamW's on the same GPU, in about five minutes (an estimate)
 muon_steps() {
     local into="--suffix optimizers" precisions=${precisions:-bf16,fp8}
-    part muon-steps train.py -m $speed model=${models:-gpt2_124m,modern_124m,smollm2_135m} train.block_size=1024 \
-        precision=$precisions optim=adamw,muon kernels=gluon kernels.loss=triton kernels.glu=triton attn=gluon train.max_steps=25
+    part muon-steps train.py -m +experiment=throughput model=${models:-gpt2_124m,modern_124m,smollm2_135m} \
+        train.block_size=1024 precision=$precisions optim=adamw,muon kernels=gluon kernels.loss=triton \
+        kernels.glu=triton attn=gluon train.max_steps=25
 }
 long_runs() { # NAME WORDS ...: a sweep. The text is this machine's Python packages
     local packages=("$(dirname "$(command -v python)")"/../lib/python3*/site-packages)

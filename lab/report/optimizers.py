@@ -31,10 +31,12 @@ def muon_steps(device: str) -> str:
 
 
 def cells(adamw: list[dict], muon: list[dict]) -> list[str]:
+    """Return the cells of HEAD from the third one on, and the update's share of Muon's step."""
     steps, updates = [], []
     for runs in (adamw, muon):
         steps.append(median(row["perf/step_ms"] for row in runs))
-        updates.append([row["receipt"]["optimizer_ms"] for row in runs if row.get("receipt")])
+        timed = [(row.get("receipt") or {}).get("optimizer_ms") for row in runs]  # None without proof=true
+        updates.append([ms for ms in timed if ms])
     ms = [f"{median(each):.2f} ms" if each else "" for each in updates]
     share = f"{median(updates[1]) / steps[1]:.1%}" if updates[1] else ""
     return [*(f"{step:.2f}" for step in steps), f"{steps[1] / steps[0]:.3f}", *ms, share]

@@ -169,3 +169,9 @@ def test_a_step_of_muon_beside_one_of_adamw_on_the_same_gpu(monkeypatch, tmp_pat
         ["gpt2_124m", "bf16", "100.00", "103.00", "1.030", "2.00 ms", "5.15 ms", "5.0%"]
     ]
     assert "H200" in text.partition("\n\n")[2]
+    for row in written:
+        row["receipt"] = None  # without proof=true
+    path = tmp_path / "h200-optimizers" / "train.jsonl"
+    path.unlink()
+    rows.append_rows(path, written)
+    assert cells(muon_steps("h200").partition("\n\n")[0])[0][2:] == ["100.00", "103.00", "1.030", "", "", ""]
