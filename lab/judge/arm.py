@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load
+from safetensors.torch import load_file
 from torch import Tensor
 
-from common.files import read_bytes
+from common.files import check_regular
 from common.terminal import override
 from lab.judge.sandbox import Ended, Sandbox
 from lab.proof.witness import FIGURES, sum_of_bits
@@ -164,10 +164,16 @@ def run_arm(
 def checksum(path: Path) -> str:
     """Return the sum_of_bits() of the weights in a state that a worker sent. Raises Ended if they cannot be read."""
     try:
-        state = load(read_bytes(path))
+        state = read_state(path)
         return str(int(sum_of_bits(tensor for name, tensor in state.items() if name.startswith("model/"))))
     except Exception as error:  # safetensors and PyTorch raise several classes for a damaged file
         raise Ended(f"it sent no state: {error}") from None
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file of any size: the state of GPT-2 124M has 1.5 GB."""
+    check_regular(path)
+    return load_file(path)
 
 
 def read_losses(answer: dict, count: int) -> list[float]:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from common.files import check_regular, read_json, write_json
+from common.files import read_json, write_json
 from data import DataConfig, open_dataset
 from data.loader import Loader, open_splits
 from kernels.registry import AttnConfig, KernelsConfig
-from lab.judge.arm import Arm, Plan
+from lab.judge.arm import Arm, Plan, read_state
 from lab.proof.generation import reference_logits
 from lab.proof.parity import ROUNDING, FirstSteps, judge, sketch
 from lab.proof.references import reference_batch_size, run_in_process
@@ -248,11 +247,6 @@ def most_unlike(run: dict[str, Tensor], truth: Replayed, rounded: Replayed) -> d
 def length(a: dict[str, Tensor], b: dict[str, Tensor], names: list[str]) -> float:
     """Return the length of the difference of two sets of sketches, over these names."""
     return math.sqrt(sum((a[name].double() - b[name]).square().sum().item() for name in names))
-
-
-def read_state(path: Path) -> dict[str, Tensor]:
-    check_regular(path)
-    return load_file(path)
 
 
 def copy_state(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

@@ -1,5 +1,6 @@
 """One run in a worker: which windows and states the judge chooses, and what it believes of the answers."""
 
+import json
 import math
 import random
 from itertools import accumulate, pairwise
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.files import MOST_BYTES
 from lab.judge import arm as arms
 from lab.judge import sandbox
 from lab.judge.arm import (
@@ -17,6 +19,7 @@ from lab.judge.arm import (
     Arm,
     Plan,
     arm_row,
+    checksum,
     draw_plan,
     draw_prompts,
     growing_memory,
@@ -55,6 +58,20 @@ def test_a_longer_run_has_a_few_segments_at_random_places(steps):
     assert 1 <= min(counts) < max(counts) < 20
     assert len(places) > 50
     assert max(places) > 0.8 * steps
+
+
+def test_a_state_may_be_larger_than_any_file_that_is_read_as_a_whole(tmp_path):
+    """The state of GPT-2 124M has 12 bytes a parameter, 1.5 GB. This file is sparse, and the moments are not read."""
+    moments = 12 * 124_439_808
+    assert moments > MOST_BYTES
+    tensors = {"model/w": ([2], 0, 8), "optimizer/m": ([moments // 4], 8, 8 + moments)}
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": ends} for name, (shape, *ends) in tensors.items()}
+    text = json.dumps(header).encode()
+    path = tmp_path / "state"
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + torch.ones(2).numpy().tobytes())
+        file.truncate(8 + len(text) + 8 + moments)
+    assert checksum(path) == str(2 * 0x3F800000)
 
 
 def test_two_plans_differ():
