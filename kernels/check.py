@@ -7,9 +7,12 @@ For every output and every gradient, an error is at most 2 x eager's + rounding.
     the scale. So this error detects a wrong common factor, such as a scalar rounded to bf16, even below the rounding of
     one element
 
-Both are differences from reference() in float64, on the same (already rounded) inputs. So the tolerance follows from
+If the contract has ALONG, there is a third error, that of the part along an input: |<result, input> / <exact, input> -
+1|. Muon's step along a gradient reduces the loss, but hardly changes the scale of a step in 768 directions.
+
+All are differences from reference() in float64, on the same (already rounded) inputs. So the tolerance follows from
 the error of eager itself in that dtype. In fp8, reference() rounds the operands as eager does. A backend with
-OWN_SCALES rounds the operands differently. Both errors are then differences from reference() without fp8.
+OWN_SCALES rounds the operands differently. The errors are then differences from reference() without fp8.
 """
 
 import functools
@@ -181,7 +184,8 @@ def why_inexact(
 
     The fp32 states that an optimizer changes must follow the rule in fp32, whatever the dtype of the weights.
     """
-    reason = broken_rule(results, eager, truth, inputs, dtype, slack)
+    along = {name: inputs[argument].detach() for name, argument in getattr(contract(op), "ALONG", {}).items()}
+    reason = broken_rule(results, eager, truth, inputs, dtype, slack, along)
     if reason is None and hasattr(contract(op), "results"):
         states = {name: result for name, result in results.items() if result.dtype == torch.float32}
         exact_states = {name: truth[name] for name in states}
@@ -204,11 +208,13 @@ def broken_rule(
     inputs: dict,
     dtype: torch.dtype,
     slack: float = 1.0,
+    along: dict[str, Tensor] | None = None,
 ) -> str | None:
     """Return, in one line, why the first wrong result breaks the rule, or None if every result is right.
 
     `results` and `eager` come from outputs_and_gradients(), and `truth` from exact_results(). `slack` multiplies every
-    bound: on new random inputs, the largest error of a right backend and that of eager vary.
+    bound: on new random inputs, the largest error of a right backend and that of eager vary. `along` gives a result's
+    name a tensor of its shape.
     rounding_error() is relative, so it is multiplied by a scale: the largest absolute value of the exact result. An
     exact result of zeros has no scale of its own: its terms cancel, but their rounding errors do not. Its scale is the
     largest absolute value of all exact results.
@@ -235,27 +241,36 @@ def broken_rule(
         if not error <= 2 * slack * eager_error + atol:  # `not <=` also catches NaN
             times = f"{2 * slack:g}"
             return f"{name}: error {error:.3g} is more than {times} x eager's {eager_error:.3g} + rounding {atol:.3g}"
-        if scales[name] > 1e-12:
-            error, eager_error = (scale_error(value, exact) for value in (result, eager_result))
-            rtol = slack * scale_rounding(exact, dtype, terms)
+        if scales[name] <= 1e-12:
+            continue
+        directions = {"its scale": exact}
+        if along and name in along:
+            directions["its part along the input"] = along[name].double()
+        for text, direction in directions.items():
+            error, eager_error = (scale_error(value, exact, direction) for value in (result, eager_result))
+            rtol = slack * scale_rounding(exact, dtype, terms, direction)
             if not error <= 2 * slack * eager_error + rtol:
                 bound = f"{2 * slack:g} x eager's {eager_error:.3g} + {rtol:.3g}"
-                return f"{name}: its scale is off by {error:.3g}, more than {bound}"
+                return f"{name}: {text} is off by {error:.3g}, more than {bound}"
     return None
 
 
-def scale_error(result: Tensor, exact: Tensor) -> float:
-    """Return |s - 1| for the s at which s * exact is nearest to the result (least squares)."""
-    return abs(((result.double() - exact) * exact).sum().item() / exact.square().sum().item())
+def scale_error(result: Tensor, exact: Tensor, direction: Tensor) -> float:
+    """Return |<result, direction> / <exact, direction> - 1|.
+
+    With direction=exact this is |s - 1| for the s at which s * exact is nearest to the result (least squares).
+    """
+    return abs(((result.double() - exact) * direction).sum().item() / (exact * direction).sum().item())
 
 
-def scale_rounding(exact: Tensor, dtype: torch.dtype, terms: int) -> float:
-    """Return how far rounding may move the scale.
+def scale_rounding(exact: Tensor, dtype: torch.dtype, terms: int, direction: Tensor) -> float:
+    """Return how far rounding may move scale_error().
 
     An element's relative error is uniform in +-u, u = eps / 2, so its deviation is u / sqrt(3). The scale is the mean
-    of these errors weighted by exact^2. 10 deviations are allowed for it, because what an element is computed from is
-    rounded, too. u / 4 is allowed for a rounding that a whole row shares, such as rstd in a norm. A sum is in fp32.
+    of these errors weighted by exact * direction. 10 deviations are allowed for it, because what an element is computed
+    from is rounded, too. u / 4 is allowed for a rounding that a whole row shares, such as rstd in a norm. A sum is in
+    fp32.
     """
-    u, squares = torch.finfo(dtype).eps / 2, exact.square()
-    deviation = u / 3**0.5 * squares.square().sum().sqrt().item() / squares.sum().item()
+    u, products = torch.finfo(dtype).eps / 2, exact * direction
+    deviation = u / 3**0.5 * products.square().sum().sqrt().item() / abs(products.sum().item())
     return 10 * deviation + u / 4 + torch.finfo(torch.float32).eps * terms**0.5

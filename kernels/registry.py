@@ -27,6 +27,7 @@ and it may define
     MODEL               fields of GPTConfig with which a model calls the op, if GPT-2 does not: {"norm": "rmsnorm"}
     products(...)       (rows, inner, columns) of the matmuls that no backend can avoid: the floor of the op's time.
                         Without products(), the floor is a copy of cost()'s bytes if BOUND is "bytes", otherwise none
+    ALONG               {output: argument}: check.py also compares the output's part along this argument
     FAMILY              a pattern for the names of the op's kernels in a profile, when PyTorch computes it
     LENGTHS             more sizes of the doctor's matrix, in one dtype
     GRADIENTS_IN_FORWARD = True    some backends compute the gradients in the forward, so the report gives only the

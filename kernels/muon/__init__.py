@@ -22,6 +22,7 @@ gradients. It has no products(), because its FLOPs are no floor: triton.py and g
 fewer.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ RESTART = 3  # the step for Gram matrices in float16, by the search of gram-newt
 EPS = 1e-7  # is added to the norm: a matrix of zeros stays 0
 TENSORS = {"matrices": "n R C"}
 ANY_STRIDES = ("matrices",)
+ALONG = {"out0": "matrices"}  # the part of the step that reduces the loss
 
 SHAPES = {  # the weights of 12 blocks
     "124m_qkv": {"shape": (12, 2304, 768)},
@@ -53,6 +55,7 @@ CASES = {
     "large": {"shape": (2, 48, 64), "scale": 1e3},
     "small": {"shape": (2, 48, 64), "scale": 1e-3},
     "non_contiguous": {"shape": (2, 48, 64), "contiguous": False},
+    "gradient": {"shape": (16, 64, 128), "spectrum": (1e-3, 1e-5)},
 }
 
 SIZES = {f"{R}x{C}": {"shape": (2, R, C)} for R, C in ((64, 64), (192, 768), (769, 96))}
@@ -94,16 +97,26 @@ def inputs(
     *,
     scale: float = 1.0,
     contiguous: bool = True,
+    spectrum: tuple[float, float] | None = None,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return random arguments of muon(), as a dict. The elements have a standard deviation of `scale`."""
+    """Return random arguments of muon(), as a dict. The elements have a standard deviation of `scale`.
+
+    With `spectrum` they are like gradients instead: one singular value is 1, and the others fall from the first of
+    these numbers to the second.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     n, rows, columns = shape
     size = (n, rows, columns) if contiguous else (n, rows, columns + 8)
-    matrices = (scale * torch.randn(size, generator=generator, device=device)).to(dtype)
-    return {"matrices": matrices[..., :columns]}
+    matrices = scale * torch.randn(size, generator=generator, device=device)
+    if spectrum:
+        left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+        first, last = map(math.log10, spectrum)
+        values[:] = torch.cat([values.new_ones(1), torch.logspace(first, last, values.shape[1] - 1, device=device)])
+        matrices = left * values[:, None] @ right
+    return {"matrices": matrices.to(dtype)[..., :columns]}
 
 
 def cost(shape: Sequence[int], *, dtype: torch.dtype = torch.bfloat16, **_: object) -> dict[str, tuple[int, int]]:

@@ -4,21 +4,26 @@ A step of Newton-Schulz multiplies X (m, k) by a polynomial P of A = X X^T. A is
 iterate on A, and multiply X only by Q, the product of the polynomials:
 
     Triton   A = X X^T
-    Triton   P = a + b A + c A^2    Q <- Q P    A <- P A P    a step; the last one needs no A
-    cuBLAS   X <- Q X
+    Triton   P = b A + c A^2    Q <- Q P + a Q + q P    q <- a q    A <- (P + a I) A (P + a I)    a step
+    cuBLAS   X <- Q X + q X
 
-Polynomials of A commute, so all products in Triton are symmetric. The kernel computes the tiles below the diagonal and
-on it, and also stores the transpose of each (as modded-nanogpt and Dion, arXiv:2504.05295). Its loads and the loop over
-the sum are those of kernels/matmul.py.
+Q begins as 0 and q as 1, and the last step needs no A. Polynomials of A commute, so all products in Triton are
+symmetric. The kernel computes the tiles below the diagonal and on it, and also stores the transpose of each (as
+modded-nanogpt and Dion, arXiv:2504.05295). Its loads and the loop over the sum are those of kernels/matmul.py.
 
 bfloat16 matrices take these steps in float16, because A in bfloat16 loses the small singular values of X. float16 does
 not overflow: no number is above a^3 = 41. After five steps float16 would lose the small values, too. So after RESTART
-steps the op computes X <- Q X, and A from the new X. Five steps take 6 m^2 k + 14 m^3 FLOPs, and eager's 20 m^2 k +
-10 m^3: for the four shapes of GPT-2 124M together, 46% of them. The RMS error is 0.2 to 0.4 of eager's in bfloat16.
+steps the op computes X <- Q X + q X, and A from the new X. Five steps take 6 m^2 k + 14 m^3 FLOPs, and eager's
+20 m^2 k + 10 m^3: for the four shapes of GPT-2 124M together, 46% of them. The RMS error is 0.3 to 0.5 of eager's in
+bfloat16, and 0.1 for gradients.
 
-For fp32 and float16 matrices the same steps would round to the same dtype as eager, and their errors are up to 5 times
-eager's. Eager adds a X without rounding a. Here P contains a I, and its rounding error enters all later products. So
-these matrices take the plain steps, with symmetric products: 71% of the FLOPs.
+P and Q do not contain a I and q I, which float16 would round to a multiple of 0.002 and of 0.03. In a gradient one
+singular value is 0.99 of the norm, and half of them are below 0.0002. With a I in P, the step along the gradient was
+0.1 to 0.3% too short, and after 20 steps of modern_124m the losses differed from fp32's by 10 times as much as those
+of eager PyTorch in bf16.
+
+For fp32 and float16 matrices the same steps would round to the same dtype as eager, and their errors on random matrices
+are 2 to 3 times eager's. So these matrices take the plain steps, with symmetric products: 71% of the FLOPs.
 """
 
 import torch
@@ -30,7 +35,7 @@ from kernels.direct import custom_op
 from kernels.gpu import check_dtypes, make_context_current
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.matmul import can_use_tma, kernel_argument, multiply_tile, precision, round_to
+from kernels.matmul import can_use_tma, kernel_argument, multiply_tile, precision, round_to, split_columns
 from kernels.muon import COEFFICIENTS, EPS, RESTART, STEPS, unscaled
 from kernels.muon._updates import launch as launch_tiles
 from kernels.muon._updates import tile_offsets
@@ -59,20 +64,22 @@ def _muon_scale_kernel(
 def _muon_symmetric_kernel(
     x,  # (n * M, C): matrices (M, C), one below the other
     y,  # as x
-    added_ptr,  # (n, M, M), symmetric; or None
+    x_ptr,  # x again if it is added, and then C is M; or None
+    y_ptr,  # as x_ptr
     out_ptr,  # (n, M, M)
     N,  # n * M
     M,
     C,
     alpha,
     beta,
-    diagonal,
+    gamma,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PARTS: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute out = alpha X Y^T + beta added + diagonal I for each X and Y. Program (i, j, matrix) needs j <= i."""
+    """Compute out = alpha X Y^T + beta X + gamma Y for each X and Y. Program (i, j, matrix) needs j <= i."""
     tile_i, tile_j, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tile_j <= tile_i:
         row, column = tile_i * BLOCK_M, tile_j * BLOCK_M
@@ -81,44 +88,46 @@ def _muon_symmetric_kernel(
         product = multiply_tile(
             x, y, first + row, first + column, N, N, C, True, BLOCK_M, BLOCK_M, BLOCK_C, TMA, PRECISION
         )
-        i, j = row + tl.arange(0, BLOCK_M)[:, None], column + tl.arange(0, BLOCK_M)[None, :]
-        inside = (i < M) & (j < M)
         start = matrix.to(tl.int64) * M * M
-        product *= alpha
-        if added_ptr is not None:
-            added = tl.load(added_ptr + start + i.to(tl.int64) * M + j, inside, other=0.0)
-            product += beta * added.to(tl.float32)
-            # Without this branch the kernel takes 189 registers on 9.0, and 128 with it. With 189 only one program fits
-            # on a multiprocessor: on an H200 12 products of 768 take 22.4 us, and 14.6 without `added` and `diagonal`
-            if tile_i == tile_j:
-                product += tl.where(i == j, diagonal, 0.0)
-        tile = round_to(product, out_ptr.dtype.element_ty)
-        tl.store(out_ptr + start + i.to(tl.int64) * M + j, tile, inside)
-        if tile_j < tile_i:
-            # Store the transpose by rows: a store by columns would write 2 bytes at a time
-            rows, columns = column + tl.arange(0, BLOCK_M)[:, None], row + tl.arange(0, BLOCK_M)[None, :]
-            inside = (rows < M) & (columns < M)
-            tl.store(out_ptr + start + rows.to(tl.int64) * M + columns, tile.T, inside)
+        WIDTH: tl.constexpr = BLOCK_M // PARTS
+        parts = split_columns(product, PARTS)
+        for k in tl.static_range(PARTS):
+            part = alpha * parts[k]
+            i, j = row + tl.arange(0, BLOCK_M), column + k * WIDTH + tl.arange(0, WIDTH)
+            at = start + i[:, None].to(tl.int64) * M + j[None, :]
+            inside = (i[:, None] < M) & (j[None, :] < M)
+            if x_ptr is not None:
+                part += beta * tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+            if y_ptr is not None:
+                part += gamma * tl.load(y_ptr + at, inside, other=0.0).to(tl.float32)
+            tile = round_to(part, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + at, tile, inside)
+            if tile_j < tile_i:
+                # Store the transpose by rows: a store by columns would write 2 bytes at a time
+                across = start + j[:, None].to(tl.int64) * M + i[None, :]
+                tl.store(out_ptr + across, tile.T, (j[:, None] < M) & (i[None, :] < M))
 
 
 def launch_parameters(dtype: torch.dtype, tma: bool) -> dict[str, int]:
-    """Return the sizes of a tile and the warps. Without TMA they fit into the 99 KB of compute capability 8.6."""
-    values = (128, 64, 8, 3) if tma else (128, 32, 8, 4)
-    if dtype == torch.float32:  # for comparisons of results, not for speed
-        values = 64, 32, 4, 1
-    return dict(zip(("BLOCK_M", "BLOCK_C", "num_warps", "num_stages"), values, strict=True))
+    """Return the sizes of a tile and the warps. Without TMA they fit into the 99 KB of compute capability 8.6.
 
-
-def symmetric_product(
-    x: Tensor, y: Tensor, alpha: float = 1.0, added: Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
-) -> Tensor:
-    """Return alpha x y^T + beta added + diagonal I, (n, m, m), for contiguous x and y (n, m, k) and symmetric `added`.
-
-    The exact result must be symmetric, because only the tiles below the diagonal and on it are computed. `diagonal`
-    needs `added`.
+    With two PARTS the kernel takes at most 128 registers, and two programs share a multiprocessor. With one it takes
+    165, and only one fits.
     """
-    assert added is not None or diagonal == 0
+    values = (128, 64, 2, 8, 3) if tma else (128, 32, 2, 8, 4)
+    if dtype == torch.float32:  # for comparisons of results, not for speed
+        values = 64, 32, 1, 4, 1
+    return dict(zip(("BLOCK_M", "BLOCK_C", "PARTS", "num_warps", "num_stages"), values, strict=True))
+
+
+def symmetric_product(x: Tensor, y: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
+    """Return alpha x y^T + beta x + gamma y, (n, m, m), for contiguous x and y (n, m, k).
+
+    The exact result must be symmetric, because only the tiles below the diagonal and on it are computed. So beta and
+    gamma need symmetric x and y.
+    """
     n, m, k = x.shape
+    assert m == k or beta == gamma == 0
     out = x.new_empty(n, m, m)
     x_rows, y_rows = x.view(n * m, k), y.view(n * m, k)
     tma = can_use_tma(x_rows, y_rows)
@@ -128,14 +137,15 @@ def symmetric_product(
     _muon_symmetric_kernel[(tiles, tiles, n)](
         x=kernel_argument(x_rows, launch["BLOCK_M"], launch["BLOCK_C"], tma=tma),
         y=kernel_argument(y_rows, launch["BLOCK_M"], launch["BLOCK_C"], tma=tma),
-        added_ptr=added,
+        x_ptr=x if beta else None,
+        y_ptr=y if gamma else None,
         out_ptr=out,
         N=n * m,
         M=m,
         C=k,
         alpha=alpha,
         beta=beta,
-        diagonal=diagonal,
+        gamma=gamma,
         TMA=tma,
         PRECISION=precision(x.dtype),
         **launch,
@@ -162,7 +172,7 @@ def plain_steps(x: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     for _ in range(STEPS):
         gram = symmetric_product(x, x)
-        x = torch.baddbmm(x, symmetric_product(gram, gram, c, added=gram, beta=b), x, beta=a)
+        x = torch.baddbmm(x, symmetric_product(gram, gram, c, b), x, beta=a)
     return x
 
 
@@ -170,13 +180,18 @@ def gram_steps(x: Tensor) -> Tensor:
     """Return X after five steps on Gram matrices."""
     a, b, c = COEFFICIENTS
     for steps in (RESTART, STEPS - RESTART):
-        gram, product = symmetric_product(x, x), None
+        gram, product, identity = symmetric_product(x, x), None, a  # Q is product + identity I
         for step in range(steps):
-            polynomial = symmetric_product(gram, gram, c, added=gram, beta=b, diagonal=a)
-            product = polynomial if product is None else symmetric_product(product, polynomial)
+            polynomial = symmetric_product(gram, gram, c, b)
+            if product is None:
+                product = polynomial
+            else:
+                product, identity = symmetric_product(product, polynomial, 1.0, a, identity), a * identity
             if step < steps - 1:
-                gram = symmetric_product(symmetric_product(polynomial, gram), polynomial)
-        x = torch.bmm(product, x)
+                # After rounding, A and P hardly commute: (A P) P in this order has 2 to 3 times the RMS error
+                left = symmetric_product(polynomial, gram, 1.0, 0.0, a)
+                gram = symmetric_product(left, polynomial, 1.0, a)
+        x = torch.baddbmm(x, product, x, beta=identity)
     return x
 
 

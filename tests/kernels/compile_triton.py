@@ -262,10 +262,11 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
     launch = muon.launch_parameters(dtype, tma)
     matrices = dict.fromkeys("xy", (launch["BLOCK_M"], launch["BLOCK_C"]))
     pointer = "*fp32" if dtype == torch.float32 else "*fp16"  # its matmuls are in fp16 for bf16 matrices
-    numbers = dict.fromkeys(("added_ptr", "out_ptr"), pointer) | dict.fromkeys(("alpha", "beta", "diagonal"), "fp32")
+    numbers = dict.fromkeys(("x_ptr", "y_ptr", "out_ptr"), pointer) | dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
     symmetric = {"launch": launch, "matrices": matrices, "types": numbers, "pointer": pointer}
-    build("muon, symmetric product", muon._muon_symmetric_kernel, **symmetric)
-    build("muon, X X^T", muon._muon_symmetric_kernel, **symmetric, added_ptr=None)
+    build("muon, Q", muon._muon_symmetric_kernel, **symmetric)
+    for name, absent in (("P", ["y_ptr"]), ("P A", ["x_ptr"]), ("X X^T", ["x_ptr", "y_ptr"])):
+        build(f"muon, {name}", muon._muon_symmetric_kernel, **symmetric, **dict.fromkeys(absent))
     if dtype == torch.bfloat16:
         compile_exponentials(capability, tma, build)
 

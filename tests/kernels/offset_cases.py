@@ -327,9 +327,9 @@ def muon_scale(before):
 
 
 def symmetric_product(before):
-    """The last program has the last matrix's last tile, on the diagonal, and reads `added` at its offset."""
-    x, y, added = (after(before(64 * 64), half(1, 64, 64, seed=seed)) for seed in range(3))
-    return [muon.symmetric_product(x, y, alpha=2.0, added=added, beta=3.0, diagonal=4.0)[-1]]
+    """The last program has the last matrix's last tile, on the diagonal."""
+    x, y = (after(before(64 * 64), half(1, 64, 64, seed=seed)) for seed in range(2))
+    return [muon.symmetric_product(x, y, alpha=2.0, beta=3.0, gamma=4.0)[-1]]
 
 
 def heads_of_1m_tokens(before, count):

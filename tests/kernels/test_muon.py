@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from kernels.check import scale_error
 from kernels.muon import CASES, COEFFICIENTS, STEPS, cost, eager, inputs, reference
 from kernels.registry import KernelError, impls, load, unavailable
 from lab.bench import op as bench
@@ -82,21 +83,20 @@ def test_the_symmetric_product_of_triton(m, k):
     if triton.unavailable(DEVICE):
         pytest.skip("Triton does not run here")
     torch.manual_seed(0)
-    x, added = torch.randn(3, m, k, device=DEVICE), torch.randn(3, m, m, device=DEVICE)
-    added = added + added.mT
-    out = triton.symmetric_product(x, 2 * x, alpha=0.5, added=added, beta=-2.0, diagonal=3.0)
+    x = torch.randn(3, m, k, device=DEVICE)
+    plain = triton.symmetric_product(x, x)
+    torch.testing.assert_close(plain.double(), x.double() @ x.double().mT, rtol=2**-22, atol=2**-22 * k)
+    out = triton.symmetric_product(plain, 2 * plain, alpha=0.5, beta=-2.0, gamma=3.0)
     tile = torch.arange(m, device=DEVICE) // triton.launch_parameters(x.dtype, tma=False)["BLOCK_M"]
     across = tile[:, None] != tile  # within a tile, the matmul of some CPUs rounds i, j and j, i differently
     assert torch.equal(out[:, across], out.mT[:, across])
-    exact = x.double() @ x.double().mT - 2 * added.double() + 3 * torch.eye(m, device=DEVICE)
-    torch.testing.assert_close(out.double(), exact, rtol=2**-22, atol=2**-22 * k)
-    plain = triton.symmetric_product(x, x)
-    torch.testing.assert_close(plain.double(), x.double() @ x.double().mT, rtol=2**-22, atol=2**-22 * k)
+    exact = plain.double() @ plain.double() + 4 * plain.double()
+    torch.testing.assert_close(out.double(), exact, rtol=2**-22, atol=2**-22 * exact.abs().max().item())
 
 
 @pytest.mark.parametrize("case", ["wide", "square", "odd", "one"])
 def test_the_steps_on_gram_matrices_in_float16(case):
-    """Their error is at most half of eager's in bfloat16. Without RESTART it is up to 1.8 times eager's."""
+    """Their error is at most 0.61 of eager's in bfloat16. Without RESTART it is up to 1.8 times eager's."""
     triton = pytest.importorskip("kernels.muon.triton")
     if triton.unavailable(DEVICE):
         pytest.skip("Triton does not run here")
@@ -104,8 +104,43 @@ def test_the_steps_on_gram_matrices_in_float16(case):
     exact = reference(matrices.double())
     out = triton.gram_steps((matrices / matrices.float().norm(dim=(1, 2), keepdim=True)).half().to(DEVICE))
     errors = [(x.double().cpu() - exact).abs() for x in (out, eager.muon(matrices))]
-    assert errors[0].max() <= errors[1].max() / 2
-    assert errors[0].square().mean().sqrt() <= errors[1].square().mean().sqrt() / 2
+    assert errors[0].max() <= 0.75 * errors[1].max()
+    assert errors[0].square().mean().sqrt() <= 0.75 * errors[1].square().mean().sqrt()
+
+
+IDENTITY_INSIDE = """
+import torch
+from kernels.muon import COEFFICIENTS, scaled, unscaled
+def muon(matrices):
+    (a, b, c), x = COEFFICIENTS, scaled(matrices).half().float()
+    for steps in (3, 2):
+        gram, product = (x @ x.mT).half().float(), torch.eye(x.shape[1])
+        for step in range(steps):
+            p = (a * torch.eye(x.shape[1]) + b * gram + c * gram @ gram).half().float()
+            product, gram = (product @ p).half().float(), ((p @ gram).half().float() @ p).half().float()
+        x = (product @ x).half().float()
+    return unscaled(x.to(matrices.dtype), matrices.shape)
+"""
+
+
+def test_a_step_that_is_too_short_along_a_gradient_is_found(tmp_path):
+    """So was the backend triton until 2026-11-30. All its other errors are below eager's."""
+    (tmp_path / "wrong.py").write_text(IDENTITY_INSIDE)
+    for case, found in (("gradient", True), ("wide", False)):
+        probe = Probe("muon", str(tmp_path / "wrong.py"), CASES[case], torch.bfloat16)
+        status = probe_status(probe, torch.device("cpu"))
+        assert status.startswith("wrong: out0: its part along the input is off" if found else "ok"), status
+
+
+def test_the_steps_on_gram_matrices_have_their_length_along_a_gradient():
+    """They are off by at most 2.3e-4 (six seeds), and with the identity inside P and Q by 1.7e-3 to 3.3e-3."""
+    triton = pytest.importorskip("kernels.muon.triton")
+    if triton.unavailable(DEVICE):
+        pytest.skip("Triton does not run here")
+    matrices = inputs(**CASES["gradient"], dtype=torch.float32)["matrices"].double()
+    matrices /= matrices.norm(dim=(1, 2), keepdim=True)
+    out = triton.gram_steps(matrices.half().to(DEVICE)).cpu()
+    assert scale_error(out, reference(matrices), matrices) < 2**-11  # float16's unit
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 40), (2, 40, 24), (1, 32, 32)])
