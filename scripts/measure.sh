@@ -220,12 +220,14 @@ muon_curves() {
         python -m scripts.collect --beside "${beside:-h200-muon}" --curves "out/$folder"/*/
     done
 }
-# What a step of Muon costs, beside AdamW's on the same GPU, in about five minutes (an estimate)
+# What a step of Muon costs, beside AdamW's on the same GPU: 36 runs of 18 s, and 12 of 40 s that prove themselves and
+# time optimizer.step(). precisions=bf16 scripts/measure.sh muon_steps takes half of the 20 minutes
 muon_steps() {
-    local into="--suffix optimizers" precisions=${precisions:-bf16,fp8}
-    part muon-steps train.py -m +experiment=throughput model=${models:-gpt2_124m,modern_124m,smollm2_135m} \
-        train.block_size=1024 precision=$precisions optim=adamw,muon kernels=gluon kernels.loss=triton \
-        kernels.glu=triton attn=gluon train.max_steps=25
+    local into="--suffix optimizers"
+    local words="model=${models:-gpt2_124m,modern_124m,smollm2_135m} train.block_size=1024 train.max_steps=25"
+    words+=" precision=${precisions:-bf16,fp8} optim=adamw,muon kernels=gluon kernels.loss=triton kernels.glu=triton"
+    part muon-proofs train.py -m +experiment=throughput $words attn=gluon
+    part muon-steps train.py -m +experiment=throughput $words attn=gluon proof=false sweep.repeats=3
 }
 long_runs() { # NAME WORDS ...: a sweep. The text is this machine's Python packages
     local packages=("$(dirname "$(command -v python)")"/../lib/python3*/site-packages)
