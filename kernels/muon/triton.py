@@ -3,12 +3,12 @@
 A step of Newton-Schulz multiplies X (m, k) by a polynomial P of A = X X^T. A is (m, m), with m <= k. So the kernels
 iterate on A, and multiply X only by Q, the product of the polynomials:
 
-    Triton   A = X X^T
-    Triton   P = b A + c A^2    Q <- Q P + a Q + q P    q <- a q    A <- (P + a I) A (P + a I)    a step
-    cuBLAS   X <- Q X + q X
+    A = X X^T
+    P = b A + c A^2    Q <- Q P + a Q + q P    q <- a q    A <- (P + a I) A (P + a I)    a step
+    X <- Q X + q X
 
-Q begins as 0 and q as 1, and the last step needs no A. Polynomials of A commute, so all products in Triton are
-symmetric. The kernel computes the tiles below the diagonal and on it, and also stores the transpose of each (as
+Q begins as 0 and q as 1, and the last step needs no A. Polynomials of A commute, so all products but the last are
+symmetric. Their kernel computes the tiles below the diagonal and on it, and also stores the transpose of each (as
 modded-nanogpt and Dion, arXiv:2504.05295). Its loads and the loop over the sum are those of kernels/matmul.py.
 
 bfloat16 matrices take these steps in float16, because A in bfloat16 loses the small singular values of X. float16 does
@@ -33,14 +33,22 @@ from torch import Tensor
 
 from kernels.direct import custom_op
 from kernels.gpu import check_dtypes, make_context_current
-from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
+from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.matmul import can_use_tma, kernel_argument, multiply_tile, precision, round_to, split_columns
+from kernels.matmul import (
+    can_use_tma,
+    kernel_argument,
+    load_matrix_tile,
+    multiply_tile,
+    precision,
+    round_to,
+    split_columns,
+)
 from kernels.muon import COEFFICIENTS, EPS, RESTART, STEPS, unscaled
 from kernels.muon._updates import launch as launch_tiles
 from kernels.muon._updates import tile_offsets
 
-RUNS = ("^_muon_(symmetric|scale)_kernel|::muon$",)
+RUNS = ("^_muon_(symmetric|product|scale)_kernel|::muon$",)
 
 
 @triton.jit
@@ -108,6 +116,44 @@ def _muon_symmetric_kernel(
                 tl.store(out_ptr + across, tile.T, (j[:, None] < M) & (i[None, :] < M))
 
 
+@triton.jit
+def _muon_product_kernel(
+    q,  # (n * M, M): matrices (M, M), one below the other
+    x,  # (n, M, K)
+    x_ptr,  # x again
+    out_ptr,  # (n, M, K)
+    N,  # n * M
+    M,
+    K,
+    identity,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute out = (Q + identity I) X for each Q and X. Program (i, j, matrix) has tile (i, j) of out."""
+    row, column = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_M
+    matrix = tl.program_id(2).to(tl.int64)
+    first, start = tl.program_id(2) * M, matrix * M * K
+    product = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
+    tl.assume(M > 0)
+    for c in range(0, M, BLOCK_C):
+        q_tile = load_matrix_tile(q, first + row, c, N, M, BLOCK_M, BLOCK_C, TMA)
+        if TMA:
+            x_tile = x.load([tl.program_id(2), c, column]).reshape(BLOCK_C, BLOCK_M)
+        else:
+            x_tile = load_matrix_tile(x + start, c, column, M, K, BLOCK_C, BLOCK_M, False)
+        product = tl.dot(q_tile, x_tile, product, input_precision=PRECISION)
+    WIDTH: tl.constexpr = BLOCK_M // PARTS
+    parts = split_columns(product, PARTS)
+    for part in tl.static_range(PARTS):
+        i, j = row + tl.arange(0, BLOCK_M)[:, None], column + part * WIDTH + tl.arange(0, WIDTH)[None, :]
+        at, inside = start + i.to(tl.int64) * K + j, (i < M) & (j < K)
+        tile = parts[part] + identity * tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, round_to(tile, out_ptr.dtype.element_ty), inside)
+
+
 def launch_parameters(dtype: torch.dtype, tma: bool) -> dict[str, int]:
     """Return the sizes of a tile and the warps. Without TMA they fit into the 99 KB of compute capability 8.6.
 
@@ -153,6 +199,30 @@ def symmetric_product(x: Tensor, y: Tensor, alpha: float = 1.0, beta: float = 0.
     return out
 
 
+def product(q: Tensor, x: Tensor, identity: float, dtype: torch.dtype) -> Tensor:
+    """Return (q + identity I) x, (n, m, k) in `dtype`, for contiguous q (n, m, m) and x (n, m, k)."""
+    n, m, k = x.shape
+    out = x.new_empty(n, m, k, dtype=dtype)
+    q_rows = q.view(n * m, m)
+    tma = can_use_tma(q_rows, x)
+    launch = launch_parameters(x.dtype, tma)
+    make_context_current()
+    _muon_product_kernel[(triton.cdiv(m, launch["BLOCK_M"]), triton.cdiv(k, launch["BLOCK_M"]), n)](
+        q=kernel_argument(q_rows, launch["BLOCK_M"], launch["BLOCK_C"], tma=tma),
+        x=kernel_argument(x, 1, launch["BLOCK_C"], launch["BLOCK_M"], tma=tma),
+        x_ptr=x,
+        out_ptr=out,
+        N=n * m,
+        M=m,
+        K=k,
+        identity=identity,
+        TMA=tma,
+        PRECISION=precision(x.dtype),
+        **launch,
+    )
+    return out
+
+
 def scaled(matrices: Tensor, norm: Tensor) -> Tensor:
     """Return matrices / (norm + EPS), contiguous, transposed if they are tall. bfloat16 becomes float16.
 
@@ -172,26 +242,25 @@ def plain_steps(x: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     for _ in range(STEPS):
         gram = symmetric_product(x, x)
-        x = torch.baddbmm(x, symmetric_product(gram, gram, c, b), x, beta=a)
+        x = product(symmetric_product(gram, gram, c, b), x, a, x.dtype)
     return x
 
 
-def gram_steps(x: Tensor) -> Tensor:
-    """Return X after five steps on Gram matrices."""
+def gram_steps(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return X in `dtype` after five steps on Gram matrices in float16, the dtype of x."""
     a, b, c = COEFFICIENTS
-    for steps in (RESTART, STEPS - RESTART):
-        gram, product, identity = symmetric_product(x, x), None, a  # Q is product + identity I
+    for steps, out_dtype in ((RESTART, x.dtype), (STEPS - RESTART, dtype)):
+        gram, q, identity = symmetric_product(x, x), None, a
         for step in range(steps):
-            polynomial = symmetric_product(gram, gram, c, b)
-            if product is None:
-                product = polynomial
+            p = symmetric_product(gram, gram, c, b)
+            if q is None:
+                q = p
             else:
-                product, identity = symmetric_product(product, polynomial, 1.0, a, identity), a * identity
+                q, identity = symmetric_product(q, p, 1.0, a, identity), a * identity
             if step < steps - 1:
                 # After rounding, A and P hardly commute: (A P) P in this order has 2 to 3 times the RMS error
-                left = symmetric_product(polynomial, gram, 1.0, 0.0, a)
-                gram = symmetric_product(left, polynomial, 1.0, a)
-        x = torch.baddbmm(x, product, x, beta=identity)
+                gram = symmetric_product(symmetric_product(p, gram, 1.0, 0.0, a), p, 1.0, a)
+        x = product(q, x, identity, out_dtype)
     return x
 
 
@@ -199,8 +268,8 @@ def launch(matrices: Tensor) -> Tensor:
     """Return the orthogonalised matrices (n, R, C), n > 0."""
     matrices = matrices.contiguous()
     x = scaled(matrices, torch.linalg.vector_norm(matrices, dim=(-2, -1), dtype=torch.float32))
-    x = gram_steps(x) if matrices.dtype == torch.bfloat16 else plain_steps(x)
-    return unscaled(x.to(matrices.dtype), matrices.shape)
+    x = gram_steps(x, matrices.dtype) if matrices.dtype == torch.bfloat16 else plain_steps(x)
+    return unscaled(x, matrices.shape)
 
 
 orthogonalise = custom_op("hotswap::muon", launch, lambda matrices: matrices.new_empty(matrices.shape))

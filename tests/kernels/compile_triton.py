@@ -267,6 +267,9 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
     build("muon, Q", muon._muon_symmetric_kernel, **symmetric)
     for name, absent in (("P", ["y_ptr"]), ("P A", ["x_ptr"]), ("X X^T", ["x_ptr", "y_ptr"])):
         build(f"muon, {name}", muon._muon_symmetric_kernel, **symmetric, **dict.fromkeys(absent))
+    matrices = {"q": matrices["x"], "x": (1, launch["BLOCK_C"], launch["BLOCK_M"])}
+    numbers |= {"identity": "fp32"}
+    build("muon, Q X", muon._muon_product_kernel, launch, matrices, types=numbers, pointer=pointer)
     if dtype == torch.bfloat16:
         compile_exponentials(capability, tma, build)
 

@@ -332,6 +332,11 @@ def symmetric_product(before):
     return [muon.symmetric_product(x, y, alpha=2.0, beta=3.0, gamma=4.0)[-1]]
 
 
+def muon_product(before):
+    q, x = (after(before(64 * 64), half(1, 64, 64, seed=seed)) for seed in range(2))
+    return [muon.product(q, x, 2.0, q.dtype)[-1]]
+
+
 def heads_of_1m_tokens(before, count):
     """Return tensors (1, T, 33, 64) in (B, H, T, D) order."""
     return [after_columns(before(2048), half(33, 384, 64, seed=seed)).transpose(0, 1)[None] for seed in range(count)]
@@ -457,6 +462,7 @@ CASES = {
     "_muon_after_kernel": muon_steps,
     "_muon_scale_kernel": muon_scale,
     "_muon_symmetric_kernel": symmetric_product,
+    "_muon_product_kernel": muon_product,
     "_fwd_kernel": attention_forward,
     "_dq_kernel, _dkdv_kernel": attention_backward,
     "_lse_delta_kernel": lse_and_delta,

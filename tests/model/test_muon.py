@@ -250,7 +250,6 @@ def test_the_choice_of_the_backends(monkeypatch):
         assert optimizer.kernels == {"adamw": "auto (eager)", "muon": "auto (eager)"}
     kernels = make_optimizer(net, CONFIG, muon="triton", dtype=torch.float32).kernels
     assert kernels["muon"].startswith("triton (triton 3.")
-    assert "cuBLAS matmuls" in kernels["muon"]
     with pytest.raises(Unavailable, match=r"adamw=triton cannot run here: only kernels\.adamw=eager updates fp32"):
         make_optimizer(net, CONFIG, impl="triton")
     optimizer = make_optimizer(model(torch.float16).to(DEVICE), CONFIG, impl="triton", muon="triton")
