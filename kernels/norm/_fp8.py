@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.direct import custom_op
 from kernels.fp8 import X_SCALE
 from kernels.norm._add_and_centre import add_and_centre, empty_stream
-from kernels.norm._triton_backward import backward, setup_context
+from kernels.norm._triton_backward import setup_context, triton_backward
 from kernels.quantize import empty_layouts, scaled, store_columns, store_rows
 
 
@@ -139,4 +139,4 @@ def empty_fp8_outputs(
     return y, *empty_stream(x, residual, centred), *empty_layouts(x)
 
 
-norm_fwd_fp8 = custom_op("hotswap::norm_fwd_fp8", forward, empty_fp8_outputs, backward, setup_context)
+norm_fwd_fp8 = custom_op("hotswap::norm_fwd_fp8", forward, empty_fp8_outputs, triton_backward, setup_context)

@@ -33,7 +33,7 @@ def define_norm(
         return run_forward(x, residual, weight, bias, eps, centred=False)
 
     norm_bwd = custom_op(f"hotswap::{name}_norm_bwd", launch_backward, empty_norm_gradients)
-    autograd = functools.partial(backward, norm_bwd=norm_bwd), setup_context
+    autograd = functools.partial(backward, operator=norm_bwd), setup_context
     norm_fwd = custom_op(f"hotswap::{name}_norm_fwd", layer_norm_forward, empty_outputs, *autograd)
     empty = functools.partial(empty_outputs, centred=False)
     rms_norm_fwd = custom_op(f"hotswap::{name}_rms_norm_fwd", rms_norm_forward, empty, *autograd)

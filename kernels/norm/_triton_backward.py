@@ -1,6 +1,7 @@
 """The backward of triton.py, which explains it. Other backends use it too, or only its autograd."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -185,15 +186,18 @@ def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -
 
 
 def backward(
-    ctx: FunctionCtx, dy: Tensor | None, dstream: Tensor | None, *_: None, norm_bwd: Callable = norm_bwd
+    ctx: FunctionCtx, dy: Tensor | None, dstream: Tensor | None, *_: None, operator: Callable
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the forward's arguments. Another backend may pass its own norm_bwd."""
+    """Return the gradients of the forward's arguments. `operator` is launch_backward() as an operator."""
     saved, weight, bias, mean, rstd = ctx.saved_tensors
     dy = torch.zeros_like(saved, dtype=weight.dtype) if dy is None else contiguous_rows(dy)
     dstream = contiguous_rows(dstream) if ctx.has_residual and dstream is not None else None
-    dx, dresidual, dweight, dbias = norm_bwd(saved, weight, bias, *ctx.dtypes, dy, dstream, mean, rstd)
+    dx, dresidual, dweight, dbias = operator(saved, weight, bias, *ctx.dtypes, dy, dstream, mean, rstd)
     x_dtype, stream_dtype = ctx.dtypes
     return dx, dx if x_dtype == stream_dtype else dresidual, dweight, dbias, None
+
+
+triton_backward = partial(backward, operator=norm_bwd)
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.norm._add_and_centre import add_and_centre, empty_stream
 from kernels.norm._fp8 import norm_fwd_fp8
-from kernels.norm._triton_backward import backward, backward_launch, contiguous_rows, setup_context
+from kernels.norm._triton_backward import backward_launch, contiguous_rows, setup_context, triton_backward
 from kernels.registry import Unavailable
 from kernels.tuned import launch_parameters
 
@@ -139,7 +139,7 @@ def empty_outputs(
     return x.new_empty(x.shape, dtype=weight.dtype), *empty_stream(x, residual, centred)
 
 
-norm_fwd = custom_op("hotswap::norm_fwd", forward, empty_outputs, backward, setup_context)
+norm_fwd = custom_op("hotswap::norm_fwd", forward, empty_outputs, triton_backward, setup_context)
 
 
 def norm_in_fp8(

@@ -22,7 +22,7 @@ from kernels.direct import custom_op
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.norm import _triton_backward
-from kernels.norm._triton_backward import backward, max_ratio
+from kernels.norm._triton_backward import max_ratio, triton_backward
 from kernels.norm.triton import apply_to_rows, empty_outputs, forward
 
 RUNS = "norm_(fwd|recompute)", "norm_bwd"
@@ -36,7 +36,7 @@ def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -
     ctx.save_for_backward(y, weight, bias, None, rstd)  # in place of the stream and its mean
 
 
-norm_recompute = custom_op("hotswap::norm_recompute", forward, empty_outputs, backward, setup_context)
+norm_recompute = custom_op("hotswap::norm_recompute", forward, empty_outputs, triton_backward, setup_context)
 
 
 def why_nan(weight: Tensor, bias: Tensor | None, op: str = "norm") -> str | None:

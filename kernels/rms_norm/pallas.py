@@ -86,7 +86,7 @@ def launch_backward(
 
 norm_bwd = custom_op("hotswap::pallas_rms_norm_bwd", launch_backward, empty_norm_gradients)
 empty = functools.partial(empty_outputs, centred=False)
-autograd = functools.partial(backward, norm_bwd=norm_bwd), setup_context
+autograd = functools.partial(backward, operator=norm_bwd), setup_context
 rms_norm_fwd = custom_op("hotswap::pallas_rms_norm_fwd", run_forward, empty, *autograd)
 
 

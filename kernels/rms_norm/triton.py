@@ -19,7 +19,7 @@ from kernels.fp8 import InFp8
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.norm import _fp8
-from kernels.norm._triton_backward import backward, setup_context
+from kernels.norm._triton_backward import setup_context, triton_backward
 from kernels.norm.triton import apply_to_rows, empty_outputs, launch_forward
 
 RUNS = "norm_fwd", "norm_bwd"
@@ -42,8 +42,8 @@ def forward_fp8(
 
 empty = partial(empty_outputs, centred=False)
 empty_fp8 = partial(_fp8.empty_fp8_outputs, centred=False)
-rms_norm_fwd = custom_op("hotswap::rms_norm_fwd", forward, empty, backward, setup_context)
-rms_norm_fwd_fp8 = custom_op("hotswap::rms_norm_fwd_fp8", forward_fp8, empty_fp8, backward, setup_context)
+rms_norm_fwd = custom_op("hotswap::rms_norm_fwd", forward, empty, triton_backward, setup_context)
+rms_norm_fwd_fp8 = custom_op("hotswap::rms_norm_fwd_fp8", forward_fp8, empty_fp8, triton_backward, setup_context)
 
 
 def norm_in_fp8(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-5) -> tuple[InFp8, Tensor]:

@@ -21,7 +21,7 @@ FAMILY = "_norm_"
 
 
 def _backward(ctx: FunctionCtx, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
-    return backward(ctx, *douts, norm_bwd=lambda *arguments: norm_bwd(*arguments, False))  # not centred
+    return backward(ctx, *douts, operator=lambda *arguments: norm_bwd(*arguments, False))  # not centred
 
 
 rms_norm_recompute = custom_op("hotswap::rms_norm_recompute", forward, empty, _backward, layer_norm.setup_context)

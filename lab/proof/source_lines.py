@@ -12,6 +12,7 @@ from kernels.lookup import ROOT, source_file
 CUDA_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 CUDA_INCLUDE = re.compile(r'^#include "(.+\.cuh)"', re.MULTILINE)  # a .h is for the CPU's emulator
 KERNEL_DECORATOR = re.compile(r"(\w+\.)?jit\b|(helion|ct)\.kernel\b")
+KERNEL_CALLS = "helion.kernel", "pl.pallas_call"
 Line = tuple[Path, int]  # a file, and the number of a line with code
 Name = tuple[Path, str]  # a file, and a name in it
 
@@ -21,8 +22,8 @@ def kernel_lines(impls: dict[str, str]) -> dict[str, int]:
 
     A backend's code is its file, its CUDA source, and the definitions of other files in kernels/ that it uses. Blank
     lines, comments and docstrings do not count, and neither do an op's contract and the files beside the ops' folders
-    that define no kernel, such as registry.py. A backend without a kernel has 0 lines: the kernels are PyTorch's or a
-    library's.
+    that define no kernel, such as registry.py. A backend that uses no kernel of these files has 0 lines: its kernels
+    are PyTorch's or a library's.
     """
     counted: set[Line] = set()
     lines = {}
@@ -37,8 +38,9 @@ class Source:
     """A file of kernels/. `defined[n]` and `used[n]` are the names that statement n at its top defines and uses.
 
     A used name is (file, name), of this file or of a module of kernels/. `imports` has the (file, name) of each name
-    that the file imports from such a module. `defines_kernel` says whether a function has the decorator triton.jit,
-    gluon.jit, helion.kernel or ct.kernel (cuTile), or CUDA source is beside the file.
+    that the file imports from such a module. `kernels` are the numbers of the statements that contain a kernel: a
+    function with the decorator triton.jit, gluon.jit, tilelang.jit, helion.kernel or ct.kernel (cuTile), or one of
+    KERNEL_CALLS. They are all statements if CUDA source is beside the file.
     """
 
     def __init__(self, path: Path):
@@ -54,9 +56,8 @@ class Source:
                     self.imports[name] = file, alias.name
                 if module := module_file(f"{node.module}.{alias.name}"):
                     self.modules[name] = module
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        decorators = [ast.unparse(decorator) for function in functions for decorator in function.decorator_list]
-        self.defines_kernel = any(map(KERNEL_DECORATOR.match, decorators)) or path.with_suffix(".cu").is_file()
+        is_cuda = path.with_suffix(".cu").is_file()
+        self.kernels = {i for i, statement in enumerate(self.body) if is_cuda or contains_kernel(statement)}
         self.defined = [names_defined(statement) for statement in self.body]
 
     @functools.cached_property
@@ -111,15 +112,14 @@ def backend_lines(backend: Path) -> frozenset[Line]:
         path, name = (names - followed).pop()
         followed.add((path, name))
         source = read_source(path)
-        if path == backend or source.defines_kernel or is_in_op(path):
-            new = source.statements_of(name) - statements.setdefault(path, set())
-            statements[path] |= new
-            names |= {each for number in new for each in source.used[number]}
-            if name in source.imports:
-                names.add(source.imports[name])
-    files = [path for path, numbers in statements.items() if numbers]
-    if not any(read_source(path).defines_kernel for path in files):
+        new = source.statements_of(name) - statements.setdefault(path, set())
+        statements[path] |= new
+        names |= {each for number in new for each in source.used[number]}
+        if name in source.imports:
+            names.add(source.imports[name])
+    if not any(numbers & read_source(path).kernels for path, numbers in statements.items()):
         return frozenset()
+    files = [path for path, numbers in statements.items() if numbers and (read_source(path).kernels or is_in_op(path))]
     cuda = {source for path in files for source in cuda_files(path.with_suffix(".cu"))}
     lines = {(path, line) for path in cuda for line in cuda_lines(path)}
     for path in files:
@@ -127,6 +127,15 @@ def backend_lines(backend: Path) -> frozenset[Line]:
         for number in statements[path]:
             lines |= {(path, line) for line in code_lines(source.lines, source.body[number])}
     return frozenset(lines)
+
+
+def contains_kernel(statement: ast.stmt) -> bool:
+    nodes = list(ast.walk(statement))
+    decorators = [decorator for node in nodes if isinstance(node, ast.FunctionDef) for decorator in node.decorator_list]
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    return any(KERNEL_DECORATOR.match(ast.unparse(node)) for node in decorators) or any(
+        ast.unparse(node) in KERNEL_CALLS for node in calls
+    )
 
 
 def is_in_op(path: Path) -> bool:

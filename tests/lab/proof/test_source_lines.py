@@ -92,6 +92,12 @@ int a; // code
     "norm/part.cuh": "int b;\n\nint c; /* comment */\n",
     "norm/emulator.h": "int d;\n",
     "mlp/mine.py": "from kernels import sums\nmlp = sums.add\n",
+    # a library's kernels: the function beside Triton's kernel is no kernel
+    "norm/library.py": "from kernels.norm._shared import unused\nnorm = unused\n",
+    # a kernel behind a file without one, which does not count; and kernels that are no functions with a decorator
+    "launch.py": "def run(x):\n    from kernels.sums import add\n    return add(x)\n",
+    "mlp/behind.py": "from kernels.launch import run\nmlp = run\n",
+    "mlp/called.py": "def rows(x):\n    return x\n\n\nmlp = helion.kernel(rows)\n",
     # a module as a value: all 6 lines of sums.py
     "mlp/either.py": "from kernels import gpu, sums\nmlp = (sums if gpu.count('a') else gpu).add\n",
 }
@@ -121,8 +127,24 @@ def test_cuda_source_and_its_headers_are_counted(small_kernels):
     assert kernel_lines({"norm": "persistent"}) == {"norm": 2 + 3 + 2}
 
 
-def test_a_backend_without_a_kernel_has_no_lines(small_kernels):
-    assert kernel_lines({"norm": "eager"}) == {"norm": 0}
+@pytest.mark.parametrize("impl", ["eager", "library"])
+def test_a_backend_without_a_kernel_has_no_lines(small_kernels, impl):
+    assert kernel_lines({"norm": impl}) == {"norm": 0}
+
+
+@pytest.mark.parametrize(("impl", "lines"), [("behind", 2 + 4), ("called", 3)])
+def test_a_kernel_is_found_behind_other_files_and_without_a_decorator(small_kernels, impl, lines):
+    assert kernel_lines({"mlp": impl}) == {"mlp": lines}
+
+
+def test_each_language_has_lines_and_each_library_has_none():
+    """Of norm and rms_norm: the autograd of all languages is in files beside Triton's kernels."""
+    for op in ("norm", "rms_norm"):
+        lines = {impl: kernel_lines({op: impl})[op] for impl in files(op)}
+        ours = {"triton", "triton_recompute", "cutile", "helion", "tilelang", "pallas"} & lines.keys()
+        assert all(lines[impl] > 100 for impl in ours)
+        assert max(lines[impl] for impl in ours - {"triton", "triton_recompute"}) < lines["triton"]
+        assert not any(lines[impl] for impl in ("eager", "liger", "quack", "xla"))
 
 
 def test_what_two_ops_share_is_counted_once(small_kernels):
