@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from common.memory import OTHER_PEAKS
 from kernels.compat import FakeTensor
 from kernels.direct import refuse_second_derivative
 from kernels.gpu import package_unavailable
@@ -41,6 +42,7 @@ RUNTIME = "XLA"
 ALIGNMENT = 64  # bytes. JAX would copy another tensor silently
 KEPT = "kept"  # checkpoint_name() of tensors that the backward saves besides the results of matmuls
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_UNORDERED = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -48,16 +50,19 @@ def unavailable(device: torch.device) -> str | None:
         return reason
     if device.type == "cpu":
         return None
+    if os.environ.get(_UNORDERED, "0").lower() not in ("", "0", "false"):
+        return f"with {_UNORDERED} JAX does not wait for PyTorch's stream: unset it"
     try:
         start_jax().devices(device.type)
-    except RuntimeError:
-        return f"this JAX has no device {device.type}: pip install 'jax[cuda13]', or choose device=cpu"
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), "no reason given")
+        return f"this JAX has no device {device.type} ({reason}): pip install 'jax[cuda13]', or choose device=cpu"
     return None
 
 
 def detail(**inputs: Any) -> str:
     device = next((value.device.type for value in inputs.values() if isinstance(value, Tensor)), "cpu")
-    return f"jax {version('jax')}, XLA {version('jaxlib')}{', cuBLAS matmuls' if device == 'cuda' else ''}"
+    return f"jax {version('jax')}, XLA {version('jaxlib')}{', matmuls by its autotuner' if device == 'cuda' else ''}"
 
 
 @functools.cache
@@ -76,6 +81,11 @@ def start_jax() -> Any:
         if unset:
             del os.environ[_PREALLOCATE]
     return jax
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that XLA has held on a GPU since it started. PyTorch does not count them."""
+    return start_jax().local_devices(backend=device.type)[device.index or 0].memory_stats()["peak_bytes_in_use"]
 
 
 @contextlib.contextmanager
@@ -112,7 +122,7 @@ class Program(NamedTuple):
 
 
 programs: dict[Callable, tuple[str, str]] = {}  # jitted function -> its op and its name
-compiled: dict[tuple, tuple] = {}  # (jitted function, shapes and dtypes of its tensors) -> its abstract arguments
+compiled: dict[tuple, tuple] = {}  # (jitted function, shape, dtype and device of each tensor) -> abstract arguments
 
 
 @functools.cache
@@ -167,10 +177,11 @@ def run(function: Callable, *arguments: Any) -> Any:
             make = functools.partial(torch.empty, device=leaves[0].device)
             return jax.tree.map(lambda array: make(array.shape, dtype=getattr(torch, array.dtype.name)), results)
         arrays = jax.tree.map(to_jax, arguments)  # alive until PyTorch's stream waits for the results
-        key = function, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = function, *((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves)
         if key not in compiled:
             compiled[key] = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
             if leaves[0].is_cuda:
+                OTHER_PEAKS[RUNTIME] = peak_bytes
                 # XLA times matmuls when it compiles, in free memory that queued kernels of PyTorch may still read
                 torch.cuda.synchronize(leaves[0].device)
         # On a CPU, from_dlpack() waits until XLA has finished, because PyTorch's next operator may write to an input
@@ -187,10 +198,19 @@ def to_jax(tensor: Tensor) -> Any:
 
 @functools.cache
 def autograd_function(op: str) -> type[torch.autograd.Function]:
-    """Return a function with autograd: (a function from the wanted arguments to a Program, *tensors) -> outputs."""
+    """Return a function with autograd: (a function from the wanted arguments to a Program, tied, *tensors) -> outputs.
 
-    def forward(ctx: FunctionCtx, make_program: Callable, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.wanted = tuple(i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed)
+    `tied` is call()'s.
+    """
+
+    def forward(
+        ctx: FunctionCtx, make_program: Callable, tied: tuple[int, int] | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        needed = [i for i, is_needed in enumerate(ctx.needs_input_grad[2:]) if is_needed]
+        ctx.same = {}  # argument -> another one, with the same gradient
+        if tied and {*tied} <= {*needed} and tensors[tied[0]].dtype == tensors[tied[1]].dtype:
+            ctx.same = {tied[0]: tied[1]}
+        ctx.wanted = tuple(i for i in needed if i not in ctx.same)
         ctx.program = make_program(ctx.wanted)
         outputs, vjp = run(ctx.program.differentiate, *tensors)
         ctx.derivative, residuals, known = vjp.func, iter(vjp.args), [*tensors, *outputs]
@@ -201,23 +221,26 @@ def autograd_function(op: str) -> type[torch.autograd.Function]:
     def backward(ctx: FunctionCtx, *douts: Tensor) -> tuple[Tensor | None, ...]:
         vjp = start_jax().tree_util.Partial(ctx.derivative, *ctx.saved_tensors)
         gradients = dict(zip(ctx.wanted, run(ctx.program.backward, vjp, douts), strict=True))
-        return None, *(gradients.get(i) for i in range(len(ctx.needs_input_grad) - 1))
+        return None, None, *(gradients.get(ctx.same.get(i, i)) for i in range(len(ctx.needs_input_grad) - 2))
 
     differentiate = refuse_second_derivative(backward, f"{__package__}.{op}.xla")
     methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
     return type(f"xla_{op}", (torch.autograd.Function,), methods)
 
 
-def call(op: str, function: Callable, *tensors: Tensor | None, **options: Any) -> Tensor | tuple[Tensor, ...]:
+def call(
+    op: str, function: Callable, *tensors: Tensor | None, tied: tuple[int, int] | None = None, **options: Any
+) -> Tensor | tuple[Tensor, ...]:
     """Return function(*arrays, **options), computed by XLA, with its gradients. A None among `tensors` stays None.
 
-    `function` is of a module, not a local one: its compiled versions are kept by its identity and the options. Raises
-    Unavailable under torch.compile and in a CUDA graph.
+    `function` is of a module, not a local one: its compiled versions are kept by its identity and the options. If it
+    only adds the two tensors whose numbers are in `tied`, and their dtypes are equal, XLA writes one gradient for both.
+    Raises Unavailable under torch.compile and in a CUDA graph.
     """
     refuse_capture(op, "xla", tensors[0])
     make_program = functools.partial(program, op, function, tuple(options.items()))
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        outputs = autograd_function(op).apply(make_program, *tensors)
+        outputs = autograd_function(op).apply(make_program, tied, *tensors)
     else:
         outputs = run(make_program(()).compute, *tensors)
     return outputs[0] if len(outputs) == 1 else outputs

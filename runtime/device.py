@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from common.files import read_text
+from common.memory import OTHER_PEAKS
 from runtime.config import UserError, check, value_text
 from runtime.ranks import Ranks
 from runtime.timing import measured_flops
@@ -154,11 +155,16 @@ def peak_memory(device: torch.device, ranks: Ranks) -> dict[str, float | int | N
 
 
 def process_peaks(device: torch.device) -> dict[str, float | int | None]:
-    """Return this process's peak memory in GiB: PyTorch's since reset_peak_memory(), or the resident set on a CPU."""
+    """Return this process's peak memory in GiB: PyTorch's since reset_peak_memory(), or the resident set on a CPU.
+
+    The peak of another library, such as XLA, is added. It counts from the start of the process and may fall into
+    another moment, so the sum may be too high, and is never too low.
+    """
     if device.type == "cuda":
+        others = sum(peak(device) for peak in OTHER_PEAKS.values())
         return {
-            "mem/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
-            "mem/peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+            "mem/peak_allocated_gib": (torch.cuda.max_memory_allocated(device) + others) / GIB,
+            "mem/peak_reserved_gib": (torch.cuda.max_memory_reserved(device) + others) / GIB,
             "mem/alloc_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
         }
     unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss is in KiB on Linux
@@ -177,13 +183,14 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the error says that the memory is full. On a CPU, only PyTorch's text says so."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    """Return whether the error says that the memory is full. On a CPU, and for XLA, only the text says so."""
+    texts = "DefaultCPUAllocator", "RESOURCE_EXHAUSTED"
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
 @contextmanager
 def explain_out_of_memory(tried: str, lower: str) -> Iterator[None]:
-    """Turn PyTorch's out-of-memory errors into OutOfMemory: one line with what was tried and what to lower."""
+    """Turn out-of-memory errors of PyTorch and XLA into OutOfMemory: one line with what was tried and what to lower."""
     try:
         yield
     except RuntimeError as error:
@@ -191,7 +198,8 @@ def explain_out_of_memory(tried: str, lower: str) -> Iterator[None]:
             raise
         match = re.search(r"[Tt]ried to allocate .*?(?=\. |$)(\. GPU .*?(?=\. |$))?", str(error))
         memory = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "memory"
-        raise OutOfMemory(f"out of {memory} with {tried}: {match[0] if match else error}; lower {lower}") from error
+        reason = match[0] if match else next(iter(str(error).splitlines()), "")
+        raise OutOfMemory(f"out of {memory} with {tried}: {reason}; lower {lower}") from error
 
 
 def environment(device: torch.device) -> dict[str, str | int | None]:

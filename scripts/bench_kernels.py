@@ -67,7 +67,7 @@ def main(cfg: Config) -> None:
             if cfg.first_call:  # a backend whose first call fails in its own process is not called in this one
                 first_s = time_first_calls(cfg.op, cfg.impl, shape, cfg.dtype, device, statuses)
             new_rows, reasons = measure(cfg.op, name, shape, cfg.impl, cfg.dtype, cfg.rounds, device, left_out=statuses)
-        statuses |= {impl: f"unavailable: {reason}" for impl, reason in reasons.items()}
+        statuses |= reasons
         for impl, status in statuses.items():
             tqdm.write(f"{name:<12} without {impl}: {status}", file=sys.stdout)
         for row in new_rows:

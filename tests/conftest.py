@@ -16,13 +16,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # XLA compiles for each shape. Without LLVM's optimizations and with its older emitter it takes a fifth of the time.
-# jaxlib 0.11 has no older emitter, and a flag that it does not know ends the process
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    if find_spec("jaxlib") and version("jaxlib").startswith("0.10.")
-    else "--xla_backend_optimization_level=0",
-)
+# jaxlib 0.11 has no older emitter, and a flag that it does not know ends the process. On a GPU the tests run the
+# programs that a training runs
+if not shutil.which("nvidia-smi"):
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        if find_spec("jaxlib") and version("jaxlib").startswith("0.10.")
+        else "--xla_backend_optimization_level=0",
+    )
 
 # One thread a process, because pytest-xdist's workers already share the cores. Programs that tests start inherit this
 os.environ.setdefault("OMP_NUM_THREADS", "1")

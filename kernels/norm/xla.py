@@ -30,5 +30,5 @@ def norm_in_jax(x: Any, residual: Any, weight: Any, bias: Any, eps: float, centr
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    results = xla.call("norm", norm_in_jax, x, residual, weight, bias, eps=eps)
+    results = xla.call("norm", norm_in_jax, x, residual, weight, bias, tied=(0, 1), eps=eps)
     return (results, x) if residual is None else results

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.terminal import warn
+from common.terminal import class_and_message, warn
 from kernels.check import convert_floats, out_of_place
 from kernels.fp8 import E4M3, choose_ptxas, product
 from kernels.registry import (
@@ -255,10 +255,10 @@ def measure(
     device: torch.device,
     left_out: Collection[str] = (),
 ) -> tuple[list[dict], dict[str, str]]:
-    """Return (the rows of one shape, name -> why the backend cannot take this shape).
+    """Return (the rows of one shape, name -> why the backend has none: "unavailable: ..." or "failed: ...").
 
-    `shape` has the arguments of the contract's inputs(). Raises Unavailable if one of `names` cannot take this shape.
-    Contestants in `left_out` are not called.
+    `shape` has the arguments of the contract's inputs(). If `names` are given, the first one that cannot take this
+    shape raises its error. Contestants in `left_out` are not called.
     """
     module, dtype = contract(op), DTYPES[dtype_name]
     inputs = module.inputs(**shape, dtype=dtype, device=device)
@@ -273,12 +273,15 @@ def measure(
             douts = douts or random_gradients(outputs(out_of_place(module, function), inputs), inputs)
             own_scales = getattr(backend(op, backend_of(name)), "OWN_SCALES", False)
             row_errors = errors(function, module, shape, dtype, device, own_scales)
-        except Unavailable as reason:
+            extra = extra_memory(function, inputs, douts, device)
+        except Exception as reason:  # a library's kernel may raise anything; the others go on
             if names:
                 raise
-            reasons[name] = str(reason)
+            is_refusal = isinstance(reason, Unavailable)
+            reasons[name] = f"unavailable: {reason}" if is_refusal else f"failed: {class_and_message(reason)}"
             continue
-        facts[name] = {**row_errors, "extra_gib": extra_memory(function, inputs, douts, device)}
+        is_counted = not hasattr(backend(op, backend_of(name)), "RUNTIME")  # by PyTorch's allocator
+        facts[name] = {**row_errors, "extra_gib": extra if is_counted else None}
         works[f"{name} forward"] = partial(outputs, function, inputs)
         works[f"{name} both"] = partial(forward_and_backward, function, inputs, douts)
     works = floors(module, shape, dtype, device) | works

@@ -52,6 +52,30 @@ def test_what_xla_cannot_take_is_copied_and_right():
         assert torch.equal(torch.from_dlpack(array), tensor)
 
 
+@pytest.mark.parametrize("op", ["norm", "rms_norm"])
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_equal_gradients_are_one_tensor(op, dtype, count):
+    """Those of x and of the residual, if their dtypes are equal: XLA writes only one."""
+    x, residual = torch.randn(4, 16).to(dtype).requires_grad_(), torch.randn(4, 16, requires_grad=True)
+    y, stream = load(op, "xla", CPU)(x, residual, torch.ones(16), *([None] if op == "norm" else []))
+    gradients = torch.autograd.grad(y.square().sum() + stream.square().sum(), (x, residual))
+    assert len(set(addresses(gradients))) == count
+    assert [gradient.dtype for gradient in gradients] == [dtype, torch.float32]
+    torch.testing.assert_close(gradients[0].float(), gradients[1], rtol=2**-8, atol=0)
+
+
+def test_a_missing_device_has_its_reason_and_a_client_without_order_is_refused(monkeypatch):
+    def start():
+        raise RuntimeError("cuDNN 9.1 is too old\nwith a second line")
+
+    monkeypatch.setattr(xla, "start_jax", start)
+    gpu = torch.device("cuda")
+    assert xla.unavailable(gpu).startswith("this JAX has no device cuda (cuDNN 9.1 is too old): pip install")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "1")
+    assert "JAX does not wait for PyTorch's stream" in xla.unavailable(gpu)
+    assert xla.unavailable(CPU) is None
+
+
 def saved(output):
     return addresses(output.grad_fn.saved_tensors)
 

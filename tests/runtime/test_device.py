@@ -86,3 +86,23 @@ def test_a_row_says_why_its_commit_is_unknown(monkeypatch, tmp_path):
 
 def time_out(command, **options):
     raise subprocess.TimeoutExpired(command, options["timeout"])
+
+
+def test_the_peak_of_another_library_is_added(monkeypatch):
+    counts = {"max_memory_allocated": 2, "max_memory_reserved": 3}
+    for name, gib in counts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, gib=gib: gib * device.GIB)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {})
+    monkeypatch.setattr(device, "OTHER_PEAKS", {"XLA": lambda gpu: 5 * device.GIB if gpu.index == 1 else 0})
+    peaks = device.process_peaks(torch.device("cuda:1"))
+    assert (peaks["mem/peak_allocated_gib"], peaks["mem/peak_reserved_gib"]) == (7.0, 8.0)
+    assert device.process_peaks(torch.device("cuda:0"))["mem/peak_allocated_gib"] == 2.0
+
+
+def test_a_full_memory_of_xla_is_one_line():
+    text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nBufferAssignment: ..."
+    lower = r"^out of memory with T=8: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes\.; lower T$"
+    with pytest.raises(device.OutOfMemory, match=lower), device.explain_out_of_memory("T=8", "T"):
+        raise RuntimeError(text)  # JaxRuntimeError is one
+    with pytest.raises(RuntimeError, match="INTERNAL"), device.explain_out_of_memory("T=8", "T"):
+        raise RuntimeError("INTERNAL: no")

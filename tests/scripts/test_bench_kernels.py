@@ -43,7 +43,7 @@ def test_the_kept_rows_have_first_calls_lines_and_reasons(called, monkeypatch, t
     def measure(op, name, shape, names, *rest, left_out):
         assert set(left_out) == {"quack", "helion"}
         rows, _ = timed(op, name, shape, ["eager"], *rest)
-        return [*rows, rows[0] | {"impl": "triton"}], {"liger": "it takes no fp32"}
+        return [*rows, rows[0] | {"impl": "triton"}], {"liger": "unavailable: it takes no fp32"}
 
     monkeypatch.setattr(bench_kernels, "first_call", first_call)
     monkeypatch.setattr(bench_kernels, "measure", measure)

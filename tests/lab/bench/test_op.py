@@ -71,18 +71,19 @@ def test_errors_of_attention_by_its_last_queries(limits):
 
 
 def test_backend_without_an_argument_of_the_shape_is_left_out(monkeypatch):
-    """This rung has no window. If it is chosen by name, that is an error."""
+    """This rung has no window. If it is chosen by name, that is an error. A kernel that raises leaves the others."""
     naive = "course/10_attention_naive.py"
 
     def fail(**inputs):
         raise AssertionError("it was called")
 
-    functions = {naive: fail, "eager": load("attention", "eager", CPU)}
+    functions = {naive: fail, "sdpa": fail, "eager": load("attention", "eager", CPU)}
     monkeypatch.setattr(bench, "contestants", lambda *_: dict(functions))
     window = contract("attention").CASES["window"]
     rows, reasons = bench.measure("attention", "window", window, [], "float32", 3, CPU)
     assert [row["impl"] for row in rows] == ["eager"]
-    assert reasons[naive].startswith(f"attention={naive} cannot run")
+    assert reasons[naive].startswith(f"unavailable: attention={naive} cannot run")
+    assert reasons["sdpa"] == "failed: AssertionError: it was called"
     with pytest.raises(Unavailable, match=naive):
         bench.measure("attention", "window", window, [naive, "eager"], "float32", 3, CPU)
 
