@@ -25,6 +25,18 @@ SHAPES = {
     "smollm2_135m": dict.fromkeys(["rms_norm", "linear", "rope", "attention", "glu", "loss"], "smollm2-135m"),
 }
 NONE = "none"  # the cell of a language without such a kernel
+# Why a language lacks the other ops, under the tables
+ABSENT = {
+    "Gluon": "written where Triton leaves the tensor cores waiting; kernels=gluon takes Triton for the other ops",
+    "Helion": "not written: norm, rope, glu and loss show the language",
+    "cuTile": "not written: the ops that it has show the language",
+    "TileLang": "not written: the ops that it has show the language",
+    "Pallas": "not written: rms_norm shows the language",
+    "CuTe DSL": "QuACK has no AdamW",
+    "Liger's Triton": "Liger-Kernel has no such kernel",
+    "XLA": "the optimizer's step is in a CUDA graph, which cannot contain XLA",
+    "CUDA libraries": "PyTorch calls cuBLAS itself for matmuls, and the libraries have no kernel of the other ops",
+}
 # The file of rows -> {language: the words of its step}, and the columns of its table
 STEP_TABLES: dict[str, tuple[Callable, dict[str, Cell]]] = {
     "train": (training_overrides, {name: table.TRAINING[name] for name in ("peak GiB", "first step", "loss")}),
@@ -34,11 +46,11 @@ LEGEND = """\
 A cell of kernels has the backend; its milliseconds, forward / both ways; their share of the floor, a copy of the op's
 bytes or its bare matmuls (attention and muon have no floor); the largest error against float64; the seconds of the
 first call; and the lines of kernel code, 0 if PyTorch or a library has the kernels. If a language has several backends
-of an op, the cell shows the fastest. "none": the language has no such kernel here. `flash` is in CuTe DSL in version 4,
-and in CUDA C++ before: the cell says which ran. Each first call runs in a new process with empty compile caches, from
-the import of the backend to the end of one forward and backward. It excludes PyTorch's import and a first matmul. The
-inputs of an op are 65,536 tokens, four times as many for norm and rms_norm, and half for loss and for GPT-2's
-attention. adamw has all weights, and muon the weights `c_fc` of 12 blocks.
+of an op, the cell shows the fastest. `flash` is in CuTe DSL in version 4, and in CUDA C++ before: the cell says which
+ran. Each first call runs in a new process with empty compile caches, from the import of the backend to the end of one
+forward and backward. It excludes PyTorch's import and a first matmul. The inputs of an op are 65,536 tokens, four times
+as many for norm and rms_norm, and half for loss and for GPT-2's attention. adamw has all weights, and muon the weights
+`c_fc` of 12 blocks. "none": the language has no such kernel here.
 
 In a step, PyTorch computes the ops that the language lacks, and `kernels=gluon` takes Triton for them. A language
 without a line has no kernel of such a step. The first step compiles all kernels, and the loss is of the last step."""
@@ -91,7 +103,9 @@ def language_tables(device: str) -> str:
             )
             if rows:
                 parts.append(step_table(overrides(), runs, columns, refused, notes))
-    return "\n\n".join([*parts, *filter(None, [notes.text()]), LEGEND, sitting(device, measured)])
+    absent = "\n".join(f"- {markdown_text(language)}: {why}" for language, why in ABSENT.items())
+    reasons = f"Why a language has no kernel of some ops:\n\n{absent}"
+    return "\n\n".join([*parts, *filter(None, [notes.text()]), LEGEND, reasons, sitting(device, measured)])
 
 
 def newest_rows(rows: list[dict]) -> dict[tuple[str, str, str], dict]:

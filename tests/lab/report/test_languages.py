@@ -15,9 +15,10 @@ from kernels.names import ALL_OPS, TRAINING_OPS, by_language, decoding_overrides
 from lab import rows as lab_rows
 from lab.proof.source_lines import kernel_lines
 from lab.report.language_panel import languages_figure
-from lab.report.languages import MEASURE, SHAPES, language_tables
+from lab.report.languages import ABSENT, MEASURE, SHAPES, language_tables
 from lab.report.page import write_report
 from lab.report.readmes import fill
+from lab.report.tables import markdown_text
 from runtime.config import UserError
 from scripts import bench_kernels
 from tests.lab.report.sample_rows import ENV, make_generation_row, make_kernel_row, make_row
@@ -167,6 +168,19 @@ def test_every_cell_without_figures_has_a_reason():
     assert f"{notes}2. `norm=xla`: the process ended, exit code 3\n" in text
     for line in [*kernels, *smollm]:
         assert all(line.values())
+
+
+def test_every_none_has_a_reason():
+    """A language that lacks an op of a table is in ABSENT, and one that lacks none is not."""
+    lacking = set()
+    for language, backends in languages().items():
+        for shapes in SHAPES.values():
+            if backends.keys() & shapes.keys() and shapes.keys() - backends.keys():
+                lacking.add(language)
+    assert lacking == ABSENT.keys()
+    keep([kernel_row()])
+    text = language_tables(FOLDER)
+    assert all(f"- {markdown_text(language)}: {why}\n" in text for language, why in ABSENT.items())
 
 
 def test_the_steps_of_each_model_and_the_decoders_have_tables():
