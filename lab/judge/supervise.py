@@ -16,7 +16,7 @@ import torch
 from common.files import read_bytes, read_line
 from data import open_dataset
 from kernels.registry import OPS, impl_by_op
-from lab.bench.new_backends import WrongKernel, tracked_backends
+from lab.bench.new_backends import WrongKernel, tracked_backends, tracked_files
 from lab.bench.probe import ERRORS, Probe, case_probes, first_word
 from lab.channel import is_worker
 from lab.judge.arm import arm_row, draw_plan, draw_prompts, run_arm
@@ -58,6 +58,8 @@ def takes_over(cfg: Any) -> bool:
         return False
     reason = why_incomplete(cfg) or ("a proof takes one process" if world_size() > 1 else None)
     names = ", ".join(f"{op}={impl}" for op, impl in new.items())
+    if not tracked_files():
+        names += " (new because git knows no file of this copy; after git init && git add . it does)"
     check(reason is None, f"proof=true cannot compare this run with {names}: {reason}; pass proof=false")
     device, recipe, ranks = select_device(cfg.device), Recipe.of(cfg), Ranks()
     name = f"{cost.figures(cfg.model, cfg.train.block_size)['parameters'] / 1e6:.0f}M-proof-{cfg.precision}"

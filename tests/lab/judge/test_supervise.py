@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lab.bench import new_backends
 from lab.bench.new_backends import WrongKernel
 from lab.channel import CHANNEL
 from lab.judge import supervise
@@ -59,6 +60,15 @@ def test_a_proof_takes_one_process(mine, monkeypatch):
     monkeypatch.setattr(supervise, "world_size", lambda: 2)
     with pytest.raises(UserError, match=r"norm=mine.py: a proof takes one process; pass proof=false"):
         takes_over(config(*QUICK, mine, "proof=true"))
+
+
+def test_a_copy_without_git_says_why_its_kernels_are_new(monkeypatch):
+    """Then the kernels of this repo are judged, too, and a proof takes one process."""
+    monkeypatch.setattr(supervise, "world_size", lambda: 2)
+    for module in (supervise, new_backends):
+        monkeypatch.setattr(module, "tracked_files", frozenset)
+    with pytest.raises(UserError, match=r"norm=eager, .* \(new because git knows no file of this copy; after git init"):
+        takes_over(config(*QUICK, "proof=true"))
 
 
 @pytest.mark.parametrize(
