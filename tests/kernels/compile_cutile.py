@@ -2,7 +2,7 @@
 
 The backends' own launchers run on tensors without data, and cuda.tile.launch is replaced: it compiles the kernel for
 the arguments' dtypes and divisibility, as cuda.tile 1.7 itself would. In bf16 no kernel may spill. A norm moves its
-rows by TMA, and a matmul also has wgmma, if its rows are multiples of 16 bytes.
+rows by TMA, and a matmul and attention also have wgmma, if rows are multiples of 16 bytes.
 """
 
 import math
@@ -24,6 +24,7 @@ from cuda.tile.compilation import (
     export_kernel,
 )
 
+from kernels.attention import cutile as attention
 from kernels.linear import cutile as linear
 from kernels.norm import cutile as norm
 
@@ -103,10 +104,21 @@ def compile_linear(N: int, C: int, F: int, dtype: torch.dtype) -> None:
     linear.launch_backward(dy, x, weight, bias)
 
 
+def compile_attention(
+    shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, causal: bool = True, window: int | None = None
+) -> None:
+    """Compile the kernels of attention for q of this shape (B, T, H, D). As in a model, one tensor has q, k and v."""
+    B, T, H, D = shape
+    q, k, v = torch.empty(B, T, H + 2 * kv_heads, D, dtype=dtype, device="meta").split((H, kv_heads, kv_heads), 2)
+    options = {"causal": causal, "scale": 0.125, "window": window or T}
+    out, lse = attention.launch_forward(q, k, v, **options)
+    attention.launch_backward(out, q, k, v, out, lse, **options)
+
+
 def assert_fast(kernels: list[tuple[str, int, str]]) -> None:
     for name, stack, code in kernels:
         assert stack == 0, name
-        assert "matmul" not in name or "HGMMA" in code, name
+        assert "HGMMA" in code or not re.search("matmul|attention", name), name
         assert "sum_rows" in name or "UTMALDG" in code, name
 
 
@@ -126,9 +138,16 @@ if __name__ == "__main__":
         compile_norm(768, torch.float16, torch.float32, first=True)
         compile_linear(65536, 768, 2304, BF16)
         compile_linear(32768, 1600, 4800, torch.float16)
+        for D in (64, 80, 128, 256):
+            compile_attention((4, 4096, 16, D), 16, BF16)
+        compile_attention((64, 1024, 9, 64), 3, BF16)
+        compile_attention((2, 16384, 12, 64), 12, torch.float16, window=4096)
+        compile_attention((2, 1000, 12, 128), 1, torch.float16, causal=False)
         assert_fast(compiled)
         compile_norm(8192, BF16, BF16)
         compile_norm(769, torch.float16, torch.float16, rows=5)
         compile_norm(768, torch.float32, torch.float32)
         compile_linear(5, 769, 1025, BF16)
         compile_linear(33, 128, 384, torch.float32)
+        compile_attention((2, 50, 3, 33), 3, BF16)
+        compile_attention((2, 129, 4, 128), 2, torch.float32)

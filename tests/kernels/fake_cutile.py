@@ -21,6 +21,7 @@ class Tile:
         self.tensor = tensor
 
     dtype = property(lambda self: self.tensor.dtype)
+    shape = property(lambda self: tuple(self.tensor.shape))
 
     def astype(self, dtype):
         return Tile(self.tensor.to(dtype))
@@ -39,7 +40,7 @@ def operator(name):
     return call
 
 
-for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "lt"):
+for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "lt", "ge", "and"):
     setattr(Tile, f"__{name}__", operator(f"__{name}__"))
 
 
@@ -98,14 +99,20 @@ def install(monkeypatch) -> None:
     tile.PaddingMode = type("PaddingMode", (), {"ZERO": "zero"})
     tile.float32, tile.int32 = torch.float32, torch.int32
     tile.kernel, tile.launch, tile.load, tile.store, tile.mma = kernel, launch, load, store, mma
-    tile.Tile, tile.reduce = Tile, reduce
+    tile.Tile, tile.Array, tile.reduce = Tile, torch.Tensor, reduce
     tile.bid = lambda axis: block[0][axis]
     tile.num_blocks = lambda axis: block[1][axis]
     tile.num_tiles = lambda array, axis, shape: -(-array.shape[axis] // shape[axis])
     tile.zeros = lambda shape, dtype: Tile(torch.zeros(shape, dtype=dtype))
+    tile.full = lambda shape, value, dtype: Tile(torch.full(shape, value, dtype=dtype))
     tile.arange = lambda size, dtype: Tile(torch.arange(size, dtype=dtype))
     tile.sum = lambda x, axis, keepdims: Tile(x.tensor.sum(axis, keepdim=keepdims))
-    tile.sqrt = lambda x: Tile(x.tensor.sqrt())
+    tile.max = lambda x, axis, keepdims: Tile(x.tensor.amax(axis, keepdim=keepdims))
+    tile.sqrt, tile.log2 = lambda x: Tile(x.tensor.sqrt()), lambda x: Tile(x.tensor.log2())
+    tile.exp2 = lambda x, flush_to_zero: Tile(x.tensor.exp2())
+    tile.maximum, tile.minimum = operator("maximum"), operator("clamp_max")
+    tile.transpose = lambda x: Tile(x.tensor.T)
+    tile.cdiv = lambda x, y: -(-x // y)
     tile.where = lambda condition, x, y: Tile(torch.where(condition.tensor, x.tensor, y))
     package = ModuleType("cuda")
     package.tile, package.__path__ = tile, []
@@ -115,7 +122,7 @@ def install(monkeypatch) -> None:
     compiler._find_compiler_bin = None
     monkeypatch.setitem(sys.modules, "cuda.tile._compile", compiler)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    for name in ("kernels._cutile_sums", "kernels.norm._cutile", "kernels.linear._cutile"):
+    for name in ("kernels._cutile_sums", *(f"kernels.{op}._cutile" for op in ("norm", "linear", "attention"))):
         monkeypatch.setitem(sys.modules, name, None)  # it is restored at the end
         del sys.modules[name]
         importlib.import_module(name)

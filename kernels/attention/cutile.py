@@ -1,0 +1,185 @@
+"""FlashAttention-2 (Dao 2023, arXiv:2307.08691) in cuTile: the method of triton.py, in NVIDIA's tile language.
+
+    forward   a block has 128 queries of a head and walks over the keys, 128 at a time. It keeps each query's largest
+              score, sum of exponentials and sum of values, rescales the sums when the largest score changes, and saves
+              lse, the log of the sum of exp(score), 4 bytes for a query and a head
+    dq        a block has 128 queries again, recomputes p = exp(s - lse), and adds ds k. It also writes delta, the sum
+              of dout out, which the next kernel reads
+    dk, dv    a block has 128 keys, and walks over the queries of all heads that share them
+
+triton.py derives the formulas. The scores exist only as tiles. Every sum belongs to one block, so no atomics are
+needed, and two calls give the same bits. The backward has seven matmuls instead of five, because both of its kernels
+recompute s and dp. Only the tiles that the diagonal, a window or the last key crosses are masked.
+
+At (32, 1024, 12, 64) in bf16 the causal forward is 52 GFLOP, 201 million exponentials and 0.2 GB. An H200 takes 0.065
+ms for the matmuls at 790 TFLOP/s, as long for the exponentials (triton.py), and 0.05 ms for the bytes. So the work
+must overlap (Shah et al. 2024, arXiv:2407.08608), and here tileiras decides how. On Hopper it makes warps that load by
+TMA ahead of eight warps, which multiply with wgmma, 64 rows for each four of them. p stays in registers. A transposed
+factor is read from the tile that is already in shared memory. Whether one four's exponentials overlap with the other's
+matmuls, no source says, and nobody has timed it: this file has not run on a GPU. On an H200 triton.py takes 0.17 ms
+for this forward, and 0.42 ms for the backward.
+
+q, k and v may be views of one packed tensor, and the gradients are views of one buffer (packed.py). Lengths and
+documents are not supported.
+"""
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from kernels.attention._triton_tiles import empty_outputs
+from kernels.cutile import detail, launch, unavailable  # noqa: F401
+from kernels.direct import custom_op
+from kernels.gpu import DTYPES, unsupported_dtype
+from kernels.packed import align_rows, gradient_buffer, gradient_views
+from kernels.registry import Unavailable
+
+MAX_HEAD_DIM = 256  # a block keeps sums over all channels of a head in registers
+KEEPS = ("hotswap::cutile_attention_fwd",)
+RUNS = "cutile_attention_fwd", "cutile_attention_dq", "cutile_attention_dkdv"
+FAMILY = "cutile_attention"
+# {kernel: {D rounded up to a power of two: (queries, keys) of a tile}}, the largest of which none spills in 16 bits. For
+# 256 channels tileiras 13.5 writes dkdv so that each wgmma waits for the one before it, also in smaller tiles
+SIZES = {
+    "fwd": {64: (128, 128), 128: (128, 128), 256: (128, 64)},
+    "dq": {64: (128, 128), 128: (128, 64), 256: (64, 64)},
+    "dkdv": {64: (128, 128), 128: (64, 128), 256: (64, 64)},
+}
+
+
+def tile_of(kernel: str, q: Tensor) -> tuple[int, int, int]:
+    """Return the queries, the keys and the channels of a tile."""
+    width = max(16, triton.next_power_of_2(q.shape[3]))
+    sizes = (32, 32) if q.dtype == torch.float32 else SIZES[kernel][max(64, width)]
+    return *sizes, width
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    """q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> out (B, Tq, H, D), lse (B, H, Tq rounded up to a multiple of 4) fp32.
+
+    lse is log2 of the sum of exp(score) over the keys of a query. `window` is at most Tk, which means no window.
+    """
+    from kernels.attention._cutile import cutile_attention_fwd
+
+    q, k, v = map(align_rows, (q, k, v))
+    B, Tq, H, _ = q.shape
+    out, lse = empty_outputs(q)
+    M, N, D = tile_of("fwd", q)
+    launch(
+        cutile_attention_fwd,
+        (triton.cdiv(Tq, M), H, B),
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        scale=scale,
+        window=window,
+        M=M,
+        N=N,
+        D=D,
+        CAUSAL=causal,
+    )
+    return out, lse
+
+
+def launch_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it. out and lse are the forward's."""
+    from kernels.attention._cutile import cutile_attention_dkdv, cutile_attention_dq
+
+    grads = gradient_buffer(q, k)
+    dq, dk, dv = gradient_views(grads, q, k)
+    q, k, v, dout, out = *map(align_rows, (q, k, v)), dout.contiguous(), out.contiguous()
+    B, Tq, H, _ = q.shape
+    Tk, Hkv = k.shape[1:3]
+    delta = torch.empty_like(lse)
+    M, N, D = tile_of("dq", q)
+    launch(
+        cutile_attention_dq,
+        (triton.cdiv(Tq, M), H, B),
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        dout=dout,
+        lse=lse,
+        delta=delta,
+        dq=dq,
+        scale=scale,
+        window=window,
+        M=M,
+        N=N,
+        D=D,
+        CAUSAL=causal,
+    )
+    M, N, D = tile_of("dkdv", q)
+    launch(
+        cutile_attention_dkdv,
+        (triton.cdiv(Tk, N), Hkv, B),
+        q=q,
+        k=k,
+        v=v,
+        dout=dout,
+        lse=lse,
+        delta=delta,
+        dk=dk,
+        dv=dv,
+        scale=scale,
+        window=window,
+        M=M,
+        N=N,
+        D=D,
+        CAUSAL=causal,
+    )
+    return grads
+
+
+def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
+    grads = attention_bwd(dout, q, k, v, out, lse, *ctx.options)
+    return *gradient_views(grads, q, k), None, None, None
+
+
+attention_fwd = custom_op("hotswap::cutile_attention_fwd", launch_forward, empty_outputs, _backward, _setup_context)
+attention_bwd = custom_op(
+    "hotswap::cutile_attention_bwd", launch_backward, lambda dout, q, k, *_: gradient_buffer(q, k)
+)
+
+
+def refusal(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None, **_: object
+) -> str | None:
+    """Return what the kernels take instead of these arguments, or None if they take them."""
+    if q.shape[3] > MAX_HEAD_DIM:
+        return f"heads of up to {MAX_HEAD_DIM} channels, not {q.shape[3]}"
+    if window is not None and not causal:
+        return "windows only in causal attention"
+    return unsupported_dtype(DTYPES, q, k, v)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    if reason := refusal(q, k, v, causal=causal, window=window):
+        raise Unavailable(f"attention=cutile takes {reason}: choose attn=sdpa")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    window = k.shape[1] if window is None else min(window, k.shape[1])
+    return attention_fwd(q, k, v, causal, scale, window)[0]
