@@ -12,12 +12,12 @@ needed, and two calls give the same bits. The backward has seven matmuls instead
 recompute s and dp. Only the tiles that the diagonal, a window or the last key crosses are masked.
 
 At (32, 1024, 12, 64) in bf16 the causal forward is 52 GFLOP, 201 million exponentials and 0.2 GB. An H200 takes 0.065
-ms for the matmuls at 790 TFLOP/s, as long for the exponentials (triton.py), and 0.05 ms for the bytes. So the work
-must overlap (Shah et al. 2024, arXiv:2407.08608), and here tileiras decides how. On Hopper it makes warps that load by
-TMA ahead of eight warps, which multiply with wgmma, 64 rows for each four of them. p stays in registers. A transposed
-factor is read from the tile that is already in shared memory. Whether one four's exponentials overlap with the other's
-matmuls, no source says, and nobody has timed it: this file has not run on a GPU. On an H200 triton.py takes 0.17 ms
-for this forward, and 0.42 ms for the backward.
+ms for the matmuls at 790 TFLOP/s, about as long for the exponentials (triton.py), and 0.05 ms for the bytes. So the
+work must overlap (Shah et al. 2024, arXiv:2407.08608), and tileiras decides how. On Hopper it makes warps that load
+tiles by TMA, and two groups of four warps that multiply 64 rows each with wgmma. The loop of the forward has no barrier
+between the groups, so one can take exponentials while the other multiplies. p stays in registers, and k^T is read from
+the tile of k in shared memory. No kernel of this file has run on a GPU. On an H200 triton.py takes 0.17 ms for the
+forward, and 0.42 ms for the backward.
 
 q, k and v may be views of one packed tensor, and the gradients are views of one buffer (packed.py). Lengths and
 documents are not supported.
@@ -41,8 +41,8 @@ MAX_HEAD_DIM = 256  # a block keeps sums over all channels of a head in register
 KEEPS = ("hotswap::cutile_attention_fwd",)
 RUNS = "cutile_attention_fwd", "cutile_attention_dq", "cutile_attention_dkdv"
 FAMILY = "cutile_attention"
-# {kernel: {D rounded up to a power of two: (queries, keys) of a tile}}, the largest of which none spills in 16 bits. For
-# 256 channels tileiras 13.5 writes dkdv so that each wgmma waits for the one before it, also in smaller tiles
+# {kernel: {D rounded up to a power of two: (queries, keys) of a tile}}. In 16 bits nothing spills. With 256 channels
+# tileiras 13.5 writes dkdv so that each wgmma waits for the one before it, also in smaller tiles
 SIZES = {
     "fwd": {64: (128, 128), 128: (128, 128), 256: (128, 64)},
     "dq": {64: (128, 128), 128: (128, 64), 256: (64, 64)},

@@ -40,7 +40,7 @@ WRAPPED = [
     *[("mlp", impl) for impl in ("nvmath", "quack")],
     *[(op, "tilelang") for op in ("norm", "rms_norm", "linear")],
     ("linear", "quack"),
-    *[(op, "cutile") for op in ("norm", "rms_norm", "linear")],
+    *[(op, "cutile") for op in ("norm", "rms_norm", "linear", "attention")],
     ("muon", "gram"),
 ]
 CASES = {
@@ -52,6 +52,9 @@ CASES = {
     "muon": ["wide", "tall", "square", "non_contiguous"],
     "rope": ["64", "80", "one_token", "positions_of_sequences"],
     "glu": ["many_rows", "one_row", "bias", "non_contiguous"],
+    "attention": [
+        case for case, given in contract("attention").CASES.items() if not {"lengths", "documents"} & {*given}
+    ],
 }
 REFUSED = [("glu", "quack", "bias"), ("loss", "quack", "odd")]
 ONE_DTYPE = {  # our kernels do not work in bf16 under TRITON_INTERPRET=1, which the tests set on a CPU
@@ -756,6 +759,18 @@ def test_what_cutile_refuses(packages, monkeypatch):
             getattr(backend(op, "cutile"), op)(**inputs)
     with pytest.raises(Unavailable, match=r"^norm=cutile takes widths up to 16384, not 16385: choose "):
         backend("norm", "cutile").norm(**contract("norm").inputs((1, 16385), dtype=torch.float32))
+    attention, make = backend("attention", "cutile").attention, contract("attention").inputs
+    for options, reason in (
+        ({"shape": (1, 8, 1, 264), "dtype": torch.bfloat16}, "heads of up to 256 channels, not 264"),
+        ({"shape": (1, 8, 1, 64), "dtype": torch.float64}, "float32, bfloat16 and float16, not torch.float64"),
+        ({"shape": (1, 8, 1, 64), "dtype": torch.bfloat16, "causal": False, "window": 4}, "windows only in causal .*"),
+    ):
+        with pytest.raises(Unavailable, match=f"^attention=cutile takes {reason}: choose attn=sdpa$"):
+            attention(**make(**options))
+    for argument in ("lengths", "starts"):
+        assert f"takes no {argument} (kernels/attention/__init__.py): choose attn=" in missing_argument(
+            attention, argument
+        )
     install = "pip install 'nvidia-cuda-tileiras>=13.3'"
     for version, reason in (
         (None, f"it needs tileiras of CUDA 13.3 or newer, and cuda.tile finds none: {install}"),
@@ -835,7 +850,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         ("glu", "helion", "helion==1.5.0"),
         *((op, "quack", "quack-kernels[cu13]>=0.6.5") for op in ("glu", "linear", "mlp", "loss")),
         ("loss", "helion", "helion==1.5.0"),
-        *((op, "cutile", "cuda-tile>=1.7,<1.8") for op in ("norm", "rms_norm", "linear")),
+        *((op, "cutile", "cuda-tile>=1.7,<1.8") for op in ("norm", "rms_norm", "linear", "attention")),
         *((op, "tilelang", "tilelang==0.1.15") for op in ("norm", "rms_norm", "linear")),
         ("mlp", "nvmath", "nvmath-python>=1.0"),
         ("loss", "liger", "liger-kernel"),
@@ -879,7 +894,7 @@ def test_our_kernels_in_cutile_compile_for_hopper():
     command = [sys.executable, "-m", "tests.kernels.compile_cutile"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("registers") == 97
+    assert done.stdout.count("registers") == 124
 
 
 @pytest.mark.exhaustive

@@ -45,7 +45,8 @@ def test_which_launches_are_long(call, is_long):
     assert bool(long_launches(call)) == is_long
 
 
-LANGUAGES = ["_cutile_sums", "norm/cutile", "linear/cutile", "tilelang", "norm/tilelang", "linear/tilelang"]
+CUTILE = ["_cutile_sums", "norm/cutile", "linear/cutile", "attention/cutile"]
+LANGUAGES = [*CUTILE, "tilelang", "norm/tilelang", "linear/tilelang"]
 
 
 @pytest.mark.parametrize("name", LANGUAGES)

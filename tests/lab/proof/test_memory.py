@@ -270,12 +270,15 @@ def test_an_op_whose_allocations_are_not_seen_is_named():
         assert (usage.now, usage.peak) == (0, 10_000)
 
 
-@pytest.mark.parametrize("impl", ["cutile", "tilelang"])
-@pytest.mark.parametrize("op", ["norm", "linear"])
+@pytest.mark.parametrize(
+    ("op", "impl"),
+    [("attention", "cutile"), *((op, impl) for op in ("norm", "linear") for impl in ("cutile", "tilelang"))],
+)
 def test_another_languages_kernels_are_not_launched_on_fake_tensors(op, impl):
     """Their launchers would compile a kernel, and give it addresses that fake tensors do not have."""
     with simulate(CPU) as usage:
-        inputs = contract(op).inputs((64, 128), dtype=torch.bfloat16, **({"out": 256} if op == "linear" else {}))
+        shape = (2, 64, 3, 64) if op == "attention" else (64, 128)
+        inputs = contract(op).inputs(shape, dtype=torch.bfloat16, **({"out": 256} if op == "linear" else {}))
         outputs = getattr(backend(op, impl), op)(**inputs)
         (outputs[0] if op == "norm" else outputs).sum().backward()
     assert usage.opaque == {f"hotswap::{impl}_{op}_{way}" for way in ("fwd", "bwd")}
