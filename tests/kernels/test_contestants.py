@@ -761,7 +761,7 @@ def test_what_cutile_refuses(packages, monkeypatch):
         backend("norm", "cutile").norm(**contract("norm").inputs((1, 16385), dtype=torch.float32))
     attention, make = backend("attention", "cutile").attention, contract("attention").inputs
     for options, reason in (
-        ({"shape": (1, 8, 1, 264), "dtype": torch.bfloat16}, "heads of up to 256 channels, not 264"),
+        ({"shape": (1, 8, 1, 136), "dtype": torch.bfloat16}, "heads of up to 128 channels, not 136"),
         ({"shape": (1, 8, 1, 64), "dtype": torch.float64}, "float32, bfloat16 and float16, not torch.float64"),
         ({"shape": (1, 8, 1, 64), "dtype": torch.bfloat16, "causal": False, "window": 4}, "windows only in causal .*"),
     ):
@@ -894,7 +894,7 @@ def test_our_kernels_in_cutile_compile_for_hopper():
     command = [sys.executable, "-m", "tests.kernels.compile_cutile"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("registers") == 124
+    assert done.stdout.count("registers") == 121
 
 
 @pytest.mark.exhaustive
