@@ -12,6 +12,7 @@ from model.config import GPTConfig
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
 SMALLEST = 1e8  # parameters: the time of a smaller model is mostly the host's
 NAMED_OPS = ops_with_a_choice()
+SEARCH_MODES = "train", "generate"  # of scripts.max_context
 
 
 def log_path(folder: Path, row: dict) -> str:
@@ -245,16 +246,31 @@ def newest_attention(rows: list[dict]) -> dict[tuple[int, str], dict]:
 
 
 def newest_searches(rows: list[dict]) -> list[dict]:
-    """Return each choice's newest row of scripts.max_context, the longest training T first."""
-    newest = {tuple(search_settings(row)): row for row in rows}
-    return sorted(newest.values(), key=lambda row: -(row.get("context/max_train") or 0))
+    """Return the newest search of each choice in each mode, of rows of scripts.max_context, the longest training first.
+
+    A row that searched in both modes is one line. If another row is newer in one of them, it has None as that length.
+    """
+    newest: dict[tuple, int] = {}  # (*search_settings(), mode) -> the place of its newest row
+    for place, row in enumerate(rows):
+        for mode in SEARCH_MODES:
+            if row.get(f"context/max_{mode}") or row.get(f"context/{mode}/limit"):
+                newest[*search_settings(row), mode] = place
+    shown = []
+    for place, row in enumerate(rows):
+        places = {mode: newest.get((*search_settings(row), mode)) for mode in SEARCH_MODES}
+        if place in places.values():
+            others = [mode for mode, other in places.items() if other not in (None, place)]
+            keys = [key for mode in others for key in (f"context/max_{mode}", f"context/{mode}/limit")]
+            shown.append(row | dict.fromkeys(keys))
+    return sorted(shown, key=lambda row: -(row.get("context/max_train") or 0))
 
 
 def search_settings(row: dict) -> list[str]:
     """Return a search's [model, precision, kernels, attention, positions and limits, checkpointing, GiB].
 
     The limits are those of attention, such as "window 64, 4 K/V heads", and then the other fields of the model that are
-    not the default. A setting that the row does not have is "".
+    not the default. The kernels are followed by a generation's decoder, cache and draft, unless default. A setting that
+    the row does not have is "".
     """
     model, memory = row["config"]["model"], f"{row['memory_gib']:.4g}" if row.get("memory_gib") else ""
     limits = [model.get("pos")]
@@ -267,5 +283,8 @@ def search_settings(row: dict) -> list[str]:
     checkpointing = (model.get("checkpointing") or "") + (", attention kept" if model.get("keep_attention") else "")
     if row.get("world_size", 1) > 1:
         memory = f"{row['world_size']} x {memory}"
-    cells = [model_size(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
+    decode = row["config"]["kernels"].get("decode", "blocks")
+    decoders = [] if decode == "blocks" else [f"decode {decode}"]
+    kernels = ", ".join([kernels_cell(row), *decoders, *cache_and_draft(row["config"])])
+    cells = [model_size(row), row["config"]["precision"], kernels, attention_cell(row)]
     return [*cells, ", ".join(filter(None, limits)), checkpointing, memory]

@@ -14,7 +14,7 @@ def max_context(device: str) -> str:
 
 
 def max_context_table(rows: list[dict]) -> str:
-    """Return the newest row of each choice, the longest training T first."""
+    """Return the newest search of each choice in each mode, the longest training T first."""
     return markdown_table(HEAD, map(search_cells, newest_searches(rows)))
 
 
@@ -25,7 +25,7 @@ def search_cells(row: dict) -> list[str]:
     computed = row.get("context/generate/computed")
     if computed and computed < row["context/max_generate"]:
         generated += f" (its last {computed:,} computed)"
-    if not generated and row.get("status", "").startswith("stopped"):
+    if "context/max_generate" not in row and row.get("status", "").startswith("stopped"):
         generated = "stopped"
     if not trained:
         return [*search_settings(row), train.get("limit") or "", "", "", generated]

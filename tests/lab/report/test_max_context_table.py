@@ -3,12 +3,17 @@
 import json
 
 from lab import rows as lab_rows
+from lab.report.describe import newest_searches, search_settings
 from lab.report.max_context_table import max_context
 from lab.report.readmes import fill
+from tests.lab.report.sample_rows import make_context_row
 
 
 def test_newest_row_of_each_choice_longest_first(monkeypatch, tmp_path):
-    """The rows have a window, a prediction, a search that time ended, and a search that found no length."""
+    """The rows have a window, a prediction, a search that time ended, and a search that found no length.
+
+    The second row is older than the third in training alone.
+    """
     choice = {"kernels": {"norm": "triton", "mlp": "triton", "loss": "triton", "compile": False}, "precision": "bf16"}
     row = {"config": choice | {"model": {"pos": "rope", "checkpointing": "none"}}, "parameters": 123_689_472}
     row |= {"kernels": {"attention": "sdpa (cudnn, torch 2.11.0)"}, "memory_gib": 139.8}
@@ -21,7 +26,8 @@ def test_newest_row_of_each_choice_longest_first(monkeypatch, tmp_path):
     attention_kept = json.loads(json.dumps(other)) | {"context/max_train": 2**18}
     attention_kept["config"]["model"]["keep_attention"] = True
     attention_kept |= {"context/generate/limit": "timeout", "context/generate/computed": 1024}
-    windowed = json.loads(json.dumps(row)) | {"context/max_generate": None, "status": "stopped: SIGINT"}
+    windowed = json.loads(json.dumps(row)) | {"status": "stopped: SIGINT"}
+    del windowed["context/max_generate"]  # a search that was stopped in training has no figures of generation
     windowed["config"]["model"] |= {"window": 64, "n_kv_head": 4}
     monkeypatch.setattr(lab_rows, "RESULTS", tmp_path)
     assert "No rows yet" in max_context("h200")
@@ -35,5 +41,34 @@ def test_newest_row_of_each_choice_longest_first(monkeypatch, tmp_path):
         [*who, "rope", "block", "139.8", "**524,288**", seconds, "130.00 (129.00)", ""],
         [*who, "rope", "block, attention kept", "139.8", "**262,144**", "1.23", "130.00", slow_generation],
         [*who, "rope", "none", "139.8", "oom", "", "", "4,096"],
+        [*who, "rope", "block", "139.8", "", "", "", "4,096"],
         [*who, "rope, window 64, 4 K/V heads", "none", "139.8", "oom", "", "", "stopped"],
+    ]
+
+
+def test_a_newer_search_of_one_mode_hides_no_length_of_the_other(monkeypatch, tmp_path):
+    """Rows of generation alone came after rows of training, as on the H200. One of both modes is replaced in one."""
+    train, generate = make_context_row("compile", "sdpa", 352_256, None), make_context_row("compile", "sdpa", 0, 4096)
+    both, newer = make_context_row("eager", "sdpa", 2048, 8192), make_context_row("eager", "sdpa", 1024, None)
+    stopped = make_context_row("triton", "sdpa", 512, None) | {"status": "stopped: SIGINT"}
+    later = make_context_row("triton", "sdpa", None, 6144)
+    for row, mode in ((train, "generate"), (generate, "train"), (newer, "generate"), (stopped, "generate")):
+        del row[f"context/max_{mode}"]
+    shown = newest_searches([train, stopped, both, newer, generate, later])
+    lengths = [(row.get("context/max_train"), row.get("context/max_generate")) for row in shown]
+    assert lengths == [(352_256, None), (1024, None), (512, None), (None, 8192), (None, 4096), (None, 6144)]
+    monkeypatch.setattr(lab_rows, "RESULTS", tmp_path)
+    lab_rows.append_rows(tmp_path / "h200" / "context.jsonl", [stopped, later])
+    assert "stopped" not in max_context("h200")
+
+
+def test_a_search_with_an_fp8_cache_does_not_hide_one_without():
+    """It holds twice as many tokens. A decoder is another choice, too."""
+    rows = [make_context_row("triton", "triton", None, length) for length in (4096, 8192, 6144)]
+    rows[1]["config"]["generate"] = {"kv": "fp8", "speculate": None}
+    rows[2]["config"]["kernels"]["decode"] = "persistent"
+    assert [search_settings(row)[2] for row in newest_searches(rows)] == [
+        "triton",
+        "triton, fp8 cache",
+        "triton, decode persistent",
     ]
