@@ -63,11 +63,11 @@ def folders(device: str) -> list[str]:
     return [name for name in names if name == device or name.startswith(f"{device}-")]
 
 
-def sitting(folder: str, row: dict) -> tuple:
-    """Return what the rows of a column have in common, the model's preset first."""
-    env, config = row["env"], row["config"]
+def work_of(row: dict) -> tuple:
+    """Return what a training computes, whatever computes it, the model's preset first."""
+    config = row["config"]
     other = model_title(row), (config.get("optim") or {}).get("name", "adamw"), config.get("parallel", "ddp")
-    return preset_of(row), folder, batch(row), *other, env.get("git_commit"), env.get("gpu")
+    return preset_of(row), batch(row), *other
 
 
 def batch(row: dict) -> str:
@@ -76,19 +76,26 @@ def batch(row: dict) -> str:
     return f"{train['tokens_per_step'] // train['block_size']} x {train['block_size']}"
 
 
-def columns(device: str) -> dict[str, Runs]:
-    """Return model -> the runs of its sitting, in the order of MODELS, then small models first.
-
-    A model whose torch.compile was not measured comes last. Runs of another system have its name.
-    """
-    sittings: dict[tuple, Runs] = {}
+def sittings(device: str) -> list[Runs]:
+    """Return the runs of each sitting: of one folder, work, commit and GPU. Runs of another system have its name."""
+    found: dict[tuple, Runs] = {}
     for folder in folders(device):
         for row in results.read_rows(folder):
             peer, wanted = peer_name(row), row.get("parameters", 0) >= SMALLEST and row.get("world_size", 1) == 1
             if wanted and not row["config"]["train"]["eval_every"] and (peer or label(row) in NAMES):
-                sittings.setdefault(sitting(folder, row), {}).setdefault(peer or label(row), []).append(row)
+                sitting = folder, work_of(row), row["env"].get("git_commit"), row["env"].get("gpu")
+                found.setdefault(sitting, {}).setdefault(peer or label(row), []).append(row)
+    return list(found.values())
+
+
+def columns(device: str) -> dict[str, Runs]:
+    """Return model -> the runs of its sitting, in the order of MODELS, then small models first.
+
+    A model whose torch.compile was not measured comes last.
+    """
     best: dict[str, Runs] = {}
-    for (model, *_), runs in sittings.items():
+    for runs in sittings(device):
+        model = preset_of(first_row(runs))
         if measured(runs) and (model not in best or rank(runs) > rank(best[model])):
             best[model] = runs
 
@@ -206,19 +213,32 @@ def fastest(device: str) -> str:
 
 
 def peers(device: str) -> str:
-    """Return a line for each other system that was measured in a model's sitting, beside our fastest in bf16."""
-    lines = []
-    for model, runs in columns(device).items():
-        exact = [name for name in measured(runs) if name in FASTEST and name in LEANEST]
-        for name, others in runs.items():
-            if exact and name not in NAMES and any(map(speed, others)):
-                ours = max(exact, key=lambda own: comparable_speed(runs[own], runs))
-                precision, ratio_text = shown_run(others)["config"]["precision"], of_baseline(runs[ours], others)
-                lines.append(
-                    f"- `{model}`: {markdown_text(name)} in {precision} reaches {median_speed(others):,.0f} tokens/s "
-                    f"and {peak(others):.1f} GiB; {ours} is {ratio_text.removeprefix(', ')} as fast"
-                )
+    """Return a line for each other system that trained a column's model, the fastest first, beside our fastest in bf16.
+
+    Both sides are of the newest sitting that has the system and rows of ours. If it is not the column's, the line names
+    its commit.
+    """
+    lines, oldest_first = [], sorted(sittings(device), key=lambda runs: first_row(runs)["started"])
+    for model, column in columns(device).items():
+        newest: dict[str, Runs] = {}
+        for runs in oldest_first:
+            if exact(runs) and work_of(first_row(runs)) == work_of(first_row(column)):
+                newest |= {name: runs for name in runs if name not in NAMES and any(map(speed, runs[name]))}
+        for name, runs in sorted(newest.items(), key=lambda item: -median_speed(item[1][item[0]])):
+            others, ours = runs[name], max(exact(runs), key=lambda own: comparable_speed(runs[own], runs))
+            precision, ratio_text = shown_run(others)["config"]["precision"], of_baseline(runs[ours], others)
+            own_sitting = first_row(runs) == first_row(column)
+            lines.append(
+                f"- `{model}`: {markdown_text(name)} in {precision} reaches {median_speed(others):,.0f} tokens/s "
+                f"and {peak(others):.1f} GiB; {ours} is {ratio_text.removeprefix(', ')} as fast"
+                + ("" if own_sitting else f", at commit {time_of(first_row(runs))}")
+            )
     return "\n".join(lines)
+
+
+def exact(runs: Runs) -> list[str]:
+    """Return the measured choices of this repo in bf16 that the first table shows."""
+    return [name for name in measured(runs) if name in FASTEST and name in LEANEST]
 
 
 def peak(runs: list[dict]) -> float:

@@ -132,6 +132,26 @@ def test_another_system_of_the_sitting_stands_beside_our_fastest_exact_choice(re
     assert line == f"- `{model}`: {name} in bf16 reaches 480 tokens/s and 30.0 GiB; gluon is 1.250x as fast"
 
 
+def test_each_other_system_has_its_newest_sitting_with_rows_of_ours_and_the_fastest_comes_first(results):
+    """A newer sitting of ours had hidden the strongest system. A sitting without ours compares nothing."""
+    model, slow, fast, alone = "modern_124m", "transformers + torch.compile", "transformers + Liger", "nanoGPT"
+
+    def keep_sitting(day, factor, *peers):
+        rows = [make_run(choice, speed * factor, model, commit=str(day), day=day) for choice, speed in SPEEDS.items()]
+        rows += [make_run("gluon", speed, model, commit=str(day), day=day, peer=name) for name, speed in peers]
+        keep(results, "h200-rungs", rows)
+
+    keep_sitting(22, 1, (fast, 100))
+    keep_sitting(24, 1, (slow, 400), (fast, 500))
+    keep_sitting(26, 2, (slow, 480))
+    other_gpu = [make_run("gluon", 900, model, commit="26", day=28, gpu="another", peer=name) for name in (fast, alone)]
+    keep(results, "h200-rungs", other_gpu)
+    *_, first, second = fastest("h200").splitlines()
+    text = f"- `{model}`: {fast} in bf16 reaches 500 tokens/s and 10.0 GiB; gluon is 1.200x as fast"
+    assert first == f"{text}, at commit 2424242, 2026-11-24"
+    assert second == f"- `{model}`: {slow} in bf16 reaches 480 tokens/s and 10.0 GiB; gluon is 2.500x as fast"
+
+
 def test_the_longest_contexts_are_the_newest_of_each_choice(results):
     """There are five, and torch.compile's is always one of them. A search in generation alone is not there."""
 
