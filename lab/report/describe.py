@@ -46,6 +46,22 @@ def commit(row: dict) -> str:
     return f"{name[:7]}+" if name.endswith("-dirty") else name[:7]
 
 
+def gpu_text(row: dict) -> str:
+    """Return the machine without its maker: "one H200", "2 H200"; "one machine" if the row names none."""
+    gpus, device = row.get("world_size", 1), row["env"].get("device") or "machine"
+    return f"{'one' if gpus == 1 else gpus} {device.removeprefix('NVIDIA ')}"
+
+
+def time_of(row: dict) -> str:
+    """Return "af0db6f, 2026-11-27"; without the date if the row has none."""
+    return ", ".join(filter(None, [commit(row), row.get("started", "")[:10]]))
+
+
+def sitting_text(row: dict) -> str:
+    """Return where and when a row was measured, as plain text: "one H200, commit af0db6f, 2026-11-27"."""
+    return f"{gpu_text(row)}, commit {time_of(row)}"
+
+
 def batch_cell(row: dict) -> str:
     """Return "64 x 1024": the sequences of a micro-batch, and their length."""
     train = row["config"]["train"]

@@ -11,12 +11,12 @@ from statistics import mean, stdev
 
 from lab import rows as results
 from lab.report.colours import CHOICE_COLOURS
-from lab.report.describe import kernels_cell
+from lab.report.describe import kernels_cell, sitting_text
 from lab.report.plot import Figure, Point, Series, figure
 from lab.report.png import draw_figures
 from lab.report.presets import preset_of
-from lab.report.questions import label, sitting_text
-from lab.report.tables import markdown_table
+from lab.report.questions import label
+from lab.report.tables import markdown_table, markdown_text
 from lab.sweep.table import speed, speed_cell
 
 MIN_EVALUATIONS = 10  # with fewer, a figure shows the training losses
@@ -136,7 +136,7 @@ def agreement(device: str) -> str:
         last = spread([run.last for run in runs], ".4f") if all(run.validation for run in runs) else ""
         lines.append([name, ", ".join(str(run.seed) for run in runs), last, gap, band_cell(runs, reference)])
     row = reference[0].row
-    where = f"{row['steps']} steps on {sitting_text(row)}."
+    where = f"{row['steps']} steps on {markdown_text(sitting_text(row))}."
     where += "" if len(reference) > 1 else " One seed has no band: `scripts/measure.sh agreement` trains three."
     return f"![losses of each choice]({folder}/curves.png)\n\n{where}\n\n{markdown_table(head, lines)}"
 

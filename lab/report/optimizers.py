@@ -3,9 +3,9 @@
 from statistics import median
 
 from lab import rows as results
+from lab.report.describe import sitting_text
 from lab.report.presets import preset_of
-from lab.report.questions import sitting_text
-from lab.report.tables import markdown_table
+from lab.report.tables import markdown_table, markdown_text
 from lab.sweep.table import speed
 
 HEAD = ["model", "precision", "AdamW: ms a step", "Muon: ms a step", "of AdamW's", "AdamW's update", "Muon's update"]
@@ -26,7 +26,7 @@ def muon_steps(device: str) -> str:
     if not lines:
         return "Not measured yet: `scripts/measure.sh muon_steps`."
     table = markdown_table([*HEAD, "of Muon's step"], [[*key, *cells(**runs)] for key, runs in lines.items()])
-    where = dict.fromkeys(sitting_text(runs["muon"][-1]) for runs in lines.values())
+    where = dict.fromkeys(markdown_text(sitting_text(runs["muon"][-1])) for runs in lines.values())
     return f"{table}\n\nOn {'; '.join(where)}."
 
 

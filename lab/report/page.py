@@ -22,7 +22,7 @@ from lab.report.colours import choice_colours
 from lab.report.describe import choice_name
 from lab.report.language_panel import language_panels
 from lab.report.panels import choice_panels, draw_speeds
-from lab.report.plot import plotly, value_table
+from lab.report.plot import LONGEST_LINE, plotly, value_table
 from lab.report.presets import preset_of
 from lab.report.recommendations import LADDER, recommendations
 from lab.report.source import ReportSource, StoredRow, make_source, read_lines
@@ -107,6 +107,7 @@ def render_page(source: ReportSource) -> str:
     jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html.j2").render(
         title=f"hotswap: what was measured {'on' if source.from_results else 'in'} {source.folder.resolve().name}",
+        devices=devices_of(source),
         links=links() if source.from_results else {},
         filters={"Preset": sorted(presets - {""}), "Precision": sorted(precisions - {""})},
         recommendations=recommendations(source.measured),
@@ -123,6 +124,12 @@ def render_page(source: ReportSource) -> str:
             "data": pack(json.dumps(figures, separators=(",", ":"), allow_nan=False)),
         },
     )
+
+
+def devices_of(source: ReportSource) -> str:
+    """Return the full names of the devices, such as "NVIDIA H200"."""
+    names = dict.fromkeys(str(env["device"]) for env in source.environments if env.get("device"))
+    return ", ".join(names)[:LONGEST_LINE]
 
 
 def links() -> dict[str, str]:

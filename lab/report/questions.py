@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lab import rows as results
 from lab.report.colours import CHOICE_COLOURS, assign_colours
-from lab.report.describe import SMALLEST, commit, kernels_cell
+from lab.report.describe import SMALLEST, commit, gpu_text, kernels_cell, sitting_text, time_of
 from lab.report.peers import rounds_on_purpose
 from lab.report.plot import Figure, Point, Series, figure
 from lab.report.png import draw_figures
@@ -160,7 +160,9 @@ def answer(device: str, name: str, alt: str, where: str, table: str) -> str:
 def place(found: dict[str, Runs]) -> str:
     """Return the batch and the GPU, and the commit and the date, once for all models that have the same."""
     rows = {model: first_row(runs) for model, runs in found.items()}
-    works = grouped({model: f"{batch(row)} tokens a step on {gpu_text(row)}" for model, row in rows.items()})
+    works = grouped(
+        {model: f"{batch(row)} tokens a step on {markdown_text(gpu_text(row))}" for model, row in rows.items()}
+    )
     times = grouped({model: time_of(row) for model, row in rows.items()})
     if len({time_of(row) for row in rows.values()}) == 1:
         return f"{works}, commit {times}."
@@ -175,19 +177,6 @@ def grouped(texts: dict[str, str]) -> str:
     if len(models) == 1:
         return next(iter(models))
     return "; ".join(f"{text} ({', '.join(names)})" for text, names in models.items())
-
-
-def sitting_text(row: dict) -> str:
-    """Return "one H200, commit af0db6f, 2026-11-27"."""
-    return f"{gpu_text(row)}, commit {time_of(row)}"
-
-
-def gpu_text(row: dict) -> str:
-    return f"one {markdown_text(row['env']['device'].removeprefix('NVIDIA '))}"
-
-
-def time_of(row: dict) -> str:
-    return f"{commit(row)}, {row['started'][:10]}"
 
 
 def of_baseline(runs: list[dict], base: list[dict]) -> str:
@@ -312,9 +301,9 @@ def longest(device: str) -> str:
     rows = searches(device)
     if not rows:
         return NOT_MEASURED
-    where = f"On {sitting_text(rows[0])}."
+    where = f"On {markdown_text(sitting_text(rows[0]))}."
     if len({commit(row) for row in rows}) > 1:
-        gpu = sitting_text(rows[0]).partition(",")[0]
+        gpu = markdown_text(gpu_text(rows[0]))
         where = f"The rows are of several sittings, each on {gpu}: the last column names them."
     return answer(device, "longest", "the longest T of a training step", where, columns_table(LONGEST, rows))
 
@@ -340,7 +329,7 @@ def decoding(device: str) -> str:
         row, ratio_text = shown_run(runs), of_baseline(runs, found.get(BASELINE, [])).removeprefix(", ")
         lines.append([name, f"**{speed_cell(row)}**", ratio_text, token_ms_cell(row), f"{peak(runs):.2f}"])
     row = first_row(found)
-    where = f"On {sitting_text(row)}. {title(row)}"
+    where = f"On {markdown_text(sitting_text(row))}. {title(row)}"
     table = markdown_table(["decoder", "tokens/s", f"of {BASELINE}", "ms a token p50 / p99", "GiB"], lines)
     return answer(device, "decoding", "tokens/s of each decoder", where, table)
 

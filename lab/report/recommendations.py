@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lab.report.choices import Choice
-from lab.report.describe import prompt_tokens
+from lab.report.describe import prompt_tokens, sitting_text
 from lab.report.peers import rounds_on_purpose
 from lab.report.presets import model_title
 from lab.report.user_command import user_command
@@ -48,6 +48,12 @@ class Recommendation:
         """Empty if the ladder has several."""
         precisions = {choice.precision for choice in self.ladder}
         return "" if len(precisions) > 1 else precisions.pop()
+
+    @property
+    def sitting(self) -> str:
+        """Where and when the session was measured: "one H200, commit af0db6f, 2026-11-27", of its newest row."""
+        rows = [row for choice in self.ladder for row in choice.rows]
+        return sitting_text(max(rows, key=lambda row: str(row.get("started", ""))))
 
     @property
     def lines(self) -> list[tuple[Choice, list[str]]]:

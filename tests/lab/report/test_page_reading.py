@@ -186,11 +186,24 @@ def test_a_page_without_a_choice_has_no_section_of_what_to_take():
     assert 'id="choices"' in page
 
 
+def test_each_card_says_where_and_when_its_session_was_measured(largest_page, folder):
+    """A row of a sweep without a date has its machine and commit."""
+    found = recommendations(read_source(ROOT / "results/h200").measured)
+    cards = re.findall(r"<h3>([^<]*)</h3>\s*<p>Measured on (.*?)\.</p>", largest_page)
+    assert [title for title, _ in cards] == [html.escape(take.title) for take in found]
+    for (_, text), take in zip(cards, found, strict=True):
+        rows = [choice.row for choice in take.ladder]
+        assert text.startswith("one H200, commit ")
+        assert {row["env"]["git_commit"][:7] for row in rows} == {text.split()[3].strip("+,")}
+        assert text[-10:] == max(row["started"] for row in rows)[:10]
+    assert "<p>Measured on one H200, commit f3adfe0.</p>" in (folder / "report.html").read_text()
+
+
 def test_a_page_of_results_has_a_title_and_links(largest_page, monkeypatch, folder):
     """results/README.md is beside the page's folder in results/ and in out/pages. A workflow knows the repository."""
     title = "hotswap: what was measured on h200"
     assert f"<title>{title}</title>" in largest_page
-    assert f"<h1>{title}</h1>" in largest_page
+    assert f"<h1>{title} (NVIDIA H200)</h1>" in largest_page
     assert re.findall(r'<a href="(.*?)"', largest_page) == ["../README.md"]
     assert (ROOT / "results/h200" / "../README.md").exists()
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
