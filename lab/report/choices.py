@@ -28,6 +28,7 @@ class Choice:
     has_lowest_loss: bool = False  # of several choices, its validation loss is the lowest
     base: "Choice | None" = None  # the choice that it is compared with; None without a speed
     ratio: compare.Ratio | None = None  # of their speeds; None if there are too few timed intervals
+    is_alone: bool = False  # no other choice is compared with its base
     from_results: bool = False  # the rows are of results/
 
     @property
@@ -100,8 +101,8 @@ class Choice:
 
     @property
     def ratio_text(self) -> str:
-        """The ratio of the speeds, such as "1.200x (1.194 to 1.206)", or "baseline"; empty without a speed."""
-        if self.base is None:
+        """The ratio of the speeds, such as "1.200x (1.194 to 1.206)", or "baseline"; empty if nothing is compared."""
+        if self.base is None or self.is_alone:
             return ""
         if self.base is self:
             return "baseline"
@@ -248,6 +249,7 @@ def compare_choices(choices: list[Choice], force: bool, from_results: bool) -> N
         base = choices[0] if force else [*as_first, *compiled, *eager, *group][0]
         for choice in group:
             choice.base, choice.ratio = base, compare.ratio(choice.rows, base.rows)
+            choice.is_alone = len(choices if force else group) == 1
 
 
 def comparable_groups(choices: list[Choice]) -> list[list[Choice]]:

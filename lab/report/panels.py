@@ -89,7 +89,7 @@ def speed_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | Non
     """Return the tokens/s and the spread of each choice."""
     points = []
     for choice in choices:
-        style = {"text": f"{choice.speed:,.0f}\n{choice.ratio_text}", "spread": choice.spread}
+        style = {"text": f"{choice.speed:,.0f}\n{choice.ratio_text}".strip(), "spread": choice.spread}
         style["colour"] = colours[choice.name]
         points.append(choice_point(choice, choice.speed, axis_label(choice), **style))
     return figure("tokens/s", "", [Series("", "bars", points)], row=52)

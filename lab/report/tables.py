@@ -103,8 +103,9 @@ def session_tables(
 ) -> str:
     """Return a table for each title with the newest rows of each choice, session by session, fastest first.
 
-    All rows are of training, or all of generation. `of compile` compares a choice with compile + sdpa of its session.
-    A column without a cell is left out. Models below SMALLEST come last. Without rows there is no table.
+    All rows are of training, or all of generation. `of compile` compares a choice with compile + sdpa of its session,
+    and is empty in a session of one choice. A column without a cell is left out. Models below SMALLEST come last.
+    Without rows there is no table.
     """
     figures = figure_columns(rows) if rows else {}
     newest_first = reversed(sessions(newest_choices(rows)).items())
@@ -126,7 +127,7 @@ def session_tables(
             ranked.append((comparable_speed(runs, bases, compared), runs, compared))
         for _, runs, compared in sorted(ranked, key=lambda each: -each[0]):
             row = shown_run(runs)
-            cells = [rate_cell(row), ratio_cell(runs, bases, compared)]
+            cells = [rate_cell(row), ratio_cell(runs, bases, compared) if len(choices) > 1 else ""]
             cells += [cell(row) if row["status"] == "ok" else "" for cell in figures.values()]
             cells = [*(cell(row) for cell in columns.values()), *cells, *(cell(row) for cell in last.values())]
             groups.setdefault(title(row), []).append(cells)

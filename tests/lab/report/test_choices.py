@@ -16,7 +16,7 @@ from lab.report.choice_table import report_tables, wandb_table
 from lab.report.choices import Choice
 from lab.report.colours import choice_colours, part_colours
 from lab.report.describe import kernels_name
-from lab.report.panels import choice_origin, tradeoff_figure
+from lab.report.panels import choice_origin, speed_figure, tradeoff_figure
 from lab.report.plot import plotly
 from lab.report.source import read_source
 from lab.report.tables import throughput
@@ -70,12 +70,20 @@ def test_the_order_follows_the_ratio(tmp_path, results):
     assert re.findall(r"\*\*([\d,]+)\*\*", throughput("h200")) == ["1,429", "1,667", "500"]
 
 
-def test_a_choice_alone_at_its_settings_is_a_baseline(tmp_path):
-    write_row(tmp_path / "1", make_row())
-    write_row(tmp_path / "2", make_row(seed=1) | {"world_size": 2})
-    measured = read_source(tmp_path).measured_choices
-    assert {choice.ratio_text for choice in measured} == {"baseline"}
-    assert {choice.qualifier for choice in measured} == {"1 GPU", "2 GPUs"}
+def test_a_choice_alone_at_its_settings_is_no_baseline(tmp_path, results):
+    """Nothing is compared with it, in the page and in results/README.md. --force compares all."""
+    rows = [make_row("compile"), make_row("compile", seed=1) | {"world_size": 2}]
+    for number, row in enumerate(rows):
+        write_row(tmp_path / str(number), row)
+    source = read_source(tmp_path)
+    assert {choice.ratio_text for choice in source.measured_choices} == {""}
+    assert {choice.qualifier for choice in source.measured_choices} == {"1 GPU", "2 GPUs"}
+    assert "of the baseline" not in report_tables(source)[0].columns
+    [bars] = speed_figure(source.measured_choices, choice_colours(choice.name for choice in source.choices)).series
+    assert [point.text for point in bars.points] == [f"{choice.speed:,.0f}" for choice in source.measured_choices]
+    append_rows(results / "h200/train.jsonl", rows)
+    assert "of compile" not in throughput("h200")
+    assert "baseline" in {choice.ratio_text for choice in read_source(tmp_path, force=True).choices}
 
 
 def test_the_fastest_mode_of_torch_compile_is_the_baseline(tmp_path, results):

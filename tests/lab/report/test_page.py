@@ -195,7 +195,8 @@ def test_markup_in_a_row_is_shown_as_text(open_page, tmp_path):
     write_row(tmp_path / "2", {"name": script, **status})
     write_report(tmp_path)
     tab = open_page(tmp_path)
-    assert tab.title() == tab.inner_text("h1") == f"hotswap: what was measured in {tmp_path.name}"
+    title = f"hotswap: what was measured in {tmp_path.name}"
+    assert (tab.title(), tab.inner_text("h1")) == (title, f"{title} (GPU {script})")
     assert script in tab.inner_text("#notes")
     assert f"failed: {script}" in tab.inner_text("#failures")
     assert script in tab.locator("#failures .copy").get_attribute("data-command")
