@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 
 from kernels.names import OPTIMIZER_OPS, default_impl, ops_with_a_choice, preset_name
 from lab.sweep.compare import is_generation, peer_name, sequences
+from lab.sweep.table import has_failed
 from model.config import GPTConfig
 
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
@@ -23,7 +24,7 @@ def log_path(folder: Path, row: dict) -> str:
     out_dir = row.get("config", {}).get("out_dir") or row.get("name") or ""
     path = os.path.join(PurePath(out_dir).name, "log.txt")
     exists = os.path.exists(folder / path)  # False for a name that no file can have
-    return path if exists and row["status"].startswith("failed") else ""
+    return path if exists and has_failed(row) else ""
 
 
 def model_size(row: dict) -> str:

@@ -26,7 +26,7 @@ import torch
 from common.files import open_regular
 from common.terminal import override, printable, shell_command
 from lab.old_rows import rename_gluon
-from lab.sweep.table import speed
+from lab.sweep.table import has_failed, speed
 from runtime.checkpoint import checkpoint_folders, read_manifest
 from runtime.command import program
 from runtime.config import UserError, check
@@ -80,7 +80,7 @@ class SweepJob:
 
     @property
     def has_failed(self) -> bool:
-        return self.row is not None and self.row["status"].startswith("failed")
+        return self.row is not None and has_failed(self.row)
 
     def start(self, gpu: str | None, lock: TextIO) -> None:
         """Start the process in a process group of its own. Ctrl-C then reaches only the sweep, which forwards it.

@@ -188,7 +188,7 @@ class Launcher(launcher.Launcher):
             raise Stopped(STOPPED, "with jobs left to do")
         page = shell_command("python", "-m", "scripts.report", folder)
         print(printable(f"done     {folder}; as a page: {page}"))
-        if any(job.row["status"].startswith(("failed", "wrong")) for job in jobs):
+        if any(job.has_failed for job in jobs):
             sys.exit(1)
         return []  # the sweeper needs no results
 

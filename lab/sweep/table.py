@@ -25,6 +25,14 @@ def speed(row: dict) -> float | None:
     return row.get(speed_key(row)) if row["status"] == "ok" else None
 
 
+def has_failed(row: dict) -> bool:
+    """Return whether the run ended with an error, or its proof or a kernel's contract failed: its log.txt says more.
+
+    A backend that cannot run (`unavailable`) and a full memory (`oom`) are no failures.
+    """
+    return row["status"].startswith(("failed", "wrong"))
+
+
 def val_loss(row: dict) -> float | None:
     """Return the lowest validation loss of a run; None if the run is not ok, or did not evaluate.
 

@@ -320,9 +320,10 @@ def test_a_single_loss_is_not_the_best(tmp_path):
 
 
 def test_a_failed_job_has_its_log_in_the_report(called, tmp_path):
-    """Also a job that ended before it had a config. The sweep's folder may have another name now."""
-    write_learning_rates(tmp_path, {"0.001": 2.75, "0.003": 2.5, "1e9": 3.0, "2e9": 3.0})
-    for number, status in ((2, "unavailable: no GPU"), (3, "failed: the run has diverged"), (4, "failed: why")):
+    """Also one with a wrong kernel, and one that ended before it had a config. The sweep's folder may be renamed."""
+    write_learning_rates(tmp_path, {"0.001": 2.75, "0.003": 2.5, "1e9": 3.0, "2e9": 3.0, "3e9": 3.0})
+    statuses = ["unavailable: no GPU", "failed: the run has diverged", "failed: why", "wrong: norm=mine raised"]
+    for number, status in enumerate(statuses, 2):
         folder = tmp_path / f"{number}-learning_rate"
         row = json.loads((folder / "result.json").read_text()) | {"status": status, "name": folder.name}
         if number == 4:
@@ -335,9 +336,10 @@ def test_a_failed_job_has_its_log_in_the_report(called, tmp_path):
         ["eager · sdpa (optim.learning_rate=0.003)", "unavailable: no GPU", ""],
         ["eager · sdpa (optim.learning_rate=1e9)", "failed: the run has diverged", "3-learning_rate/log.txt"],
         ["4-learning_rate", "failed: why", "4-learning_rate/log.txt"],
+        ["eager · sdpa (optim.learning_rate=3e9)", "wrong: norm=mine raised", "5-learning_rate/log.txt"],
     ]
-    (tmp_path / "3-learning_rate/log.txt").unlink()
-    (tmp_path / "4-learning_rate/log.txt").unlink()
+    for number in (3, 4, 5):
+        (tmp_path / f"{number}-learning_rate/log.txt").unlink()
     assert report_tables(read_source(tmp_path))[-1].columns == ["run", "reason"]
 
 

@@ -69,6 +69,8 @@ if seed == 17:
     row = {"command": shlex.join(["python", *sys.argv]), "status": "stopped: killed after step 1", "config": {}}
     json.dump(row, open(words["out_dir"] + "/result.json", "w"))
     os.kill(os.getpid(), signal.SIGKILL)
+if seed == 18:
+    status = "wrong: norm=mine in bfloat16 failed: RuntimeError: a bug"
 if seed < 10:
     time.sleep(0.1 if seed < 5 else 1.0)
 row = {"command": shlex.join(["python", *sys.argv]), "status": status, "pid": os.getpid(), "start": started_at}
@@ -239,6 +241,16 @@ def test_table_has_no_ratios_if_the_first_job_has_no_speed(sweep):
         ["2-seed.4", "4,000", "3,400"],
         ["1-seed.12", "failed:", "seed=12:"],
     ]
+
+
+def test_a_job_with_a_wrong_kernel_names_its_log(sweep):
+    """A kernel that raises in the check of its contract is `wrong`, and the sweep exits with 1."""
+    code, out, err = sweep("seed=18,3")
+    assert (code, err) == (1, "")
+    status, path = "wrong: norm=mine in bfloat16 failed: RuntimeError: a bug", "sweep/1-seed.18/log.txt"
+    assert read_rows()["1-seed.18"]["status"] == status
+    lines = [line for line in out.splitlines() if status in line]
+    assert [line.endswith(f"  {path}") for line in lines] == [True, True]  # as the job ends, and in the table
 
 
 def test_jobs_are_processes_that_run_one_at_a_time(sweep):
