@@ -10,10 +10,12 @@ from lab.judge.claim import Claim, undecided_answers, wrong_answers
 from lab.report.colours import CHOICE_COLOURS, GREY
 from lab.report.describe import attention_name, batch_cell, commit, kernels_name, model_name
 from lab.report.png import plain, save, subplots
+from lab.report.presets import preset_of_size
 from lab.report.tables import markdown_table, peak_gib, shown_run
 from lab.rows import read_rows
 from lab.sweep.compare import Ratio, ratio
 from lab.sweep.table import speed
+from model.config import PRECISIONS
 
 FASTER_NEEDS = 3  # runs of each side: with one, identical kernels were 2.6x as fast
 BENCHMARK = "both/ms", "both/ms/p20", "both/ms/p80", "both/of_floor", "launched/ms", "extra_gib"
@@ -98,6 +100,15 @@ def training_text(run: dict) -> str:
     config = run["config"]
     model = f"{model_name(run)}, {config['precision']}, {batch_cell(run)} tokens"
     return f"{model}, {kernels_name(run)}, attention {attention_name(config['attn'])}"
+
+
+def trained_settings(row: dict) -> tuple[str, str]:
+    """Return the preset and the precision of a verdict's training, from training_text(); empty without a training.
+
+    Older rows have a size such as "124M" instead of the preset.
+    """
+    model, *others = row.get("baseline", "").split(", ")
+    return preset_of_size(model), next((text for text in others if text in PRECISIONS), "")
 
 
 def benchmark_ratio(row: dict) -> str:

@@ -8,6 +8,7 @@ from lab.judge import verdict
 from lab.report.choices import Choice, add_unmeasured_losses
 from lab.report.describe import log_path
 from lab.report.max_context_table import HEAD, search_cells
+from lab.report.presets import preset_of
 from lab.report.source import ReportSource, found_length
 from lab.report.tables import markdown_table, markdown_text
 from lab.sweep.table import figure_columns, has_figures, number_cell, read_sort, speed
@@ -17,11 +18,25 @@ ENVIRONMENT = "device", "driver", "cuda", "cudnn", "torch", "triton", "python", 
 
 @dataclass
 class Line:
-    """A line of a table: its cells, the command that measures it again, and the choice that it shows, if any."""
+    """A line of a table: its cells, the command that measures it again, and the choice that it shows, if any.
+
+    A filter of the page ignores a setting that is "".
+    """
 
     cells: list[str]
     command: str = ""
     choice: Choice | None = None
+    preset: str = ""
+    precision: str = ""
+
+
+def choice_line(cells: list[str], choice: Choice) -> Line:
+    return Line(cells, choice.command, choice, choice.preset, choice.precision)
+
+
+def search_line(source: ReportSource, cells: list[str], row: dict) -> Line:
+    """Return the line of a row of scripts.max_context."""
+    return Line(cells, source.row_command(row), None, preset_of(row), str(row["config"]["precision"]))
 
 
 @dataclass
@@ -36,9 +51,12 @@ class Table:
 
 def report_tables(source: ReportSource) -> list[Table]:
     """Return the tables that have lines."""
-    searches = [Line(search_cells(row), source.row_command(row)) for row in source.searches]
+    searches = [search_line(source, search_cells(row), row) for row in source.searches]
     verdicts = source.benchmarks["judge"][::-1]
-    verdict_lines = [Line(verdict.verdict_cells(row), source.row_command(row)) for row in verdicts]
+    verdict_lines = [
+        Line(verdict.verdict_cells(row), source.row_command(row), None, *verdict.trained_settings(row))
+        for row in verdicts
+    ]
     tables = [
         Table("verdicts", "Verdicts", verdict.COLUMNS, verdict_lines),
         choice_table("choices", "Every choice of training", listed_choices(source)),
@@ -57,7 +75,7 @@ def listed_choices(source: ReportSource) -> list[Choice]:
 
 def choice_table(id: str, title: str, choices: list[Choice]) -> Table:
     columns = choice_columns(choices)
-    lines = [Line([cell(choice) for cell in columns.values()], choice.command, choice) for choice in choices]
+    lines = [choice_line([cell(choice) for cell in columns.values()], choice) for choice in choices]
     return Table(id, title, list(columns), lines)
 
 
@@ -105,12 +123,12 @@ def failures(source: ReportSource) -> list[Line]:
             if not has_figures(row):
                 reason = "too short" if row["status"] == "ok" else row["status"]
                 cells = [choice.title, reason, log_path(source.folder, row)]
-                lines.append(Line([*filter(None, cells)], choice.command, choice))
+                lines.append(choice_line([*filter(None, cells)], choice))
     for row in source.benchmarks["context"]:
         if not found_length(row):
             shortest = f"not even 128 tokens: {row.get('context/train/limit')}"
             reason = shortest if row["status"] == "ok" else row["status"]
-            lines.append(Line([f"longest context, {row['name']}", reason], source.row_command(row)))
+            lines.append(search_line(source, [f"longest context, {row['name']}", reason], row))
     return lines
 
 

@@ -23,7 +23,6 @@ from lab.report.describe import choice_name
 from lab.report.language_panel import language_panels
 from lab.report.panels import choice_panels, draw_speeds
 from lab.report.plot import LONGEST_LINE, plotly, value_table
-from lab.report.presets import preset_of
 from lab.report.recommendations import LADDER, recommendations
 from lab.report.source import ReportSource, StoredRow, make_source, read_lines
 from runtime import trackers
@@ -101,9 +100,9 @@ def render_page(source: ReportSource) -> str:
     colours = choice_colours(names, backends)
     panels = [*choice_panels(source, colours), *benchmark_panels(source, colours), *language_panels(source)]
     figures = {panel.id: plotly(panel.figure) for panel in panels if panel.figure}
-    presets = {choice.preset for choice in source.all_choices} | set(map(preset_of, source.searches))
-    precisions = {choice.precision for choice in source.all_choices}
-    precisions |= {row["config"]["precision"] for row in source.searches}
+    tables = report_tables(source)
+    lines = [line for table in tables for line in table.lines]  # each choice and each search has one
+    presets, precisions = {line.preset for line in lines}, {line.precision for line in lines}
     jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html.j2").render(
         title=f"hotswap: what was measured {'on' if source.from_results else 'in'} {source.folder.resolve().name}",
@@ -115,7 +114,7 @@ def render_page(source: ReportSource) -> str:
         panels=panels,
         values={panel.id: value_table(panel.figure) for panel in panels if panel.figure},
         notes=notes(source),
-        tables=report_tables(source),
+        tables=tables,
         colours=colours,
         css=read_text(HERE / "page.css"),
         js=read_text(HERE / "page.js"),

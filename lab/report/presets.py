@@ -48,10 +48,13 @@ def preset_of(row: dict) -> str:
     if model:
         found = [name for name, fields in presets().items() if all(model.get(key) == fields[key] for key in SHAPE)]
         return min(found, key=lambda name: len(differing_fields(model, name)), default=model_size(row))
-    size = model_size(row)
-    exact = preset_sizes().get(row.get("parameters"))
+    return preset_sizes().get(row.get("parameters")) or preset_of_size(model_size(row))
+
+
+def preset_of_size(size: str) -> str:
+    """Return the first preset with a size such as "124M"; without one the text itself."""
     near = [name for count, name in sorted(preset_sizes().items(), key=lambda item: item[1]) if size == millions(count)]
-    return exact or next(iter(near), size)
+    return next(iter(near), size)
 
 
 def millions(count: int) -> str:

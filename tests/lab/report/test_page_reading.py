@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.judge.verdict import trained_settings
 from lab.report.colours import BACKEND_COLOURS, GREY, PART_COLOURS, contrast, text_on
 from lab.report.page import links, render_page, write_report
 from lab.report.plot import Figure, Point, Series, line, make_origin, value_table
@@ -211,6 +212,17 @@ def test_a_page_of_results_has_a_title_and_links(largest_page, monkeypatch, fold
     address = "https://github.com/owner/name"
     assert list(links().values()) == [f"{address}/blob/HEAD/results/README.md", address]
     assert "<a href" not in (folder / "report.html").read_text()  # a sweep's folder may be anywhere
+
+
+def test_a_filter_acts_on_every_line_with_a_model(largest_page):
+    """A verdict names the size of its model, and a search the shape: all of results/h200 are of GPT-2 124M."""
+    tables = dict(re.findall(r'<section class="card table" id="(\w+)">(.*?)</section>', largest_page, re.DOTALL))
+    for id in ("verdicts", "searches"):
+        lines = re.findall(r'<tr data-preset="(.*?)" data-precision="(.*?)">', tables[id])
+        assert len(lines) > 1
+        assert set(lines) == {("gpt2_124m", "bf16")}
+    assert trained_settings({"baseline": "355M, norm=rmsnorm, amp, 64 x 1024 tokens, triton"}) == ("gpt2_350m", "amp")
+    assert trained_settings({"verdict": "wrong"}) == ("", "")
 
 
 @pytest.mark.exhaustive
