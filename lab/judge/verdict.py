@@ -8,9 +8,9 @@ from typing import NamedTuple
 from lab.bench.probe import ERRORS, first_word
 from lab.judge.claim import Claim, undecided_answers, wrong_answers
 from lab.report.colours import CHOICE_COLOURS, GREY
-from lab.report.describe import attention_name, batch_cell, commit, kernels_name, model_name
+from lab.report.describe import attention_name, batch_cell, commit, kernels_name
 from lab.report.png import plain, save, subplots
-from lab.report.presets import preset_of_size
+from lab.report.presets import model_title, preset_of_size
 from lab.report.tables import markdown_table, peak_gib, shown_run
 from lab.rows import read_rows
 from lab.sweep.compare import Ratio, ratio
@@ -96,9 +96,9 @@ def training_figures(rows: list[dict]) -> dict:
 
 
 def training_text(run: dict) -> str:
-    """Return what a run trained, such as "124M, bf16, 64 x 1024 tokens, triton, attention flash"."""
+    """Return what a run trained, such as "gpt2_124m, bf16, 64 x 1024 tokens, triton, attention flash"."""
     config = run["config"]
-    model = f"{model_name(run)}, {config['precision']}, {batch_cell(run)} tokens"
+    model = f"{model_title(run)}, {config['precision']}, {batch_cell(run)} tokens"
     return f"{model}, {kernels_name(run)}, attention {attention_name(config['attn'])}"
 
 

@@ -2,6 +2,7 @@
 
 from lab import rows as results
 from lab.report.describe import newest_searches, search_settings
+from lab.report.presets import preset_of
 from lab.report.tables import markdown_table
 
 HEAD = ["model", "precision", "kernels", "attn", "pos", "checkpointing", "GiB"]
@@ -27,8 +28,9 @@ def search_cells(row: dict) -> list[str]:
         generated += f" (its last {computed:,} computed)"
     if "context/max_generate" not in row and row.get("status", "").startswith("stopped"):
         generated = "stopped"
+    settings = [preset_of(row), *search_settings(row)[1:]]  # the size grows with a table of positions
     if not trained:
-        return [*search_settings(row), train.get("limit") or "", "", "", generated]
+        return [*settings, train.get("limit") or "", "", "", generated]
     seconds = f"{train['seconds']:.3g}"
     if train.get("window") != row["config"]["model"].get("window"):
         seconds += f" with window {train['window']}"
@@ -37,7 +39,7 @@ def search_cells(row: dict) -> list[str]:
     peak = f"{train['peak_gib']:.2f}"
     if prediction := train.get("prediction"):
         peak += f" ({prediction['peak_gib']:.2f})"
-    return [*search_settings(row), f"**{trained}**", seconds, peak, generated]
+    return [*settings, f"**{trained}**", seconds, peak, generated]
 
 
 def length_cell(row: dict, mode: str) -> str:

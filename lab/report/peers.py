@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from kernels.registry import backend, impls
 from lab.report.describe import decoder, kernels_cell, model_size
+from lab.report.presets import preset_of_size
 from lab.report.tables import markdown_table
 from lab.rows import read_rows
 from lab.sweep.compare import sequences
@@ -34,7 +35,7 @@ def speed_lines(rows: list[dict]) -> Iterator[list[str]]:
         ours, batch = row["ours"], f"{row['batch']} sequence" if row["batch"] == "1" else row["batch"]
         for key, unit in (("tokens_per_sec", "tokens/s"), ("peak_gib", "GiB")):
             if row.get(key) and ours.get(key):
-                what = f"{row['measure']}, {row['model']}, {batch}"
+                what = f"{row['measure']}, {preset_of_size(row['model'])}, {batch}"
                 mine = f"{ours[key]:,} {unit} ({ours['choice']})"
                 yield [what, mine, f"{row['system']}: {row[key]:,} ({row['how']})", ratio_text(ours[key], row[key])]
 
@@ -49,7 +50,8 @@ def context_lines(device: str, rows: list[dict]) -> Iterator[list[str]]:
         if ours and theirs:
             (kernels, checkpointing), length = max(ours.items(), key=lambda item: item[1])
             best = max(theirs, key=lambda row: row["max_train"])
-            what = f"longest training step, {best['model']}, {'with' if checkpoints else 'without'} checkpoints"
+            which = "with" if checkpoints else "without"
+            what = f"longest training step, {preset_of_size(best['model'])}, {which} checkpoints"
             choice = f"{kernels}, checkpointing={checkpointing}" if checkpoints else kernels
             other = f"{best['system']}: {best['max_train']:,} ({best['how']})"
             yield [what, f"{length:,} tokens ({choice})", other, ratio_text(length, best["max_train"])]

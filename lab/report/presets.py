@@ -52,9 +52,10 @@ def preset_of(row: dict) -> str:
 
 
 def preset_of_size(size: str) -> str:
-    """Return the first preset with a size such as "124M"; without one the text itself."""
+    """Return the first preset with a size such as "124M", or whose name ends so, as gpt2_350m; else the text itself."""
     near = [name for count, name in sorted(preset_sizes().items(), key=lambda item: item[1]) if size == millions(count)]
-    return next(iter(near), size)
+    named = [name for name in presets() if size and name.endswith(f"_{size.lower()}")]
+    return next(iter([*near, *named]), size)
 
 
 def millions(count: int) -> str:

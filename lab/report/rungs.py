@@ -10,8 +10,8 @@ from datetime import datetime
 
 from kernels.names import OPTIMIZER_OPS
 from kernels.registry import called_backend
-from lab.report.describe import commit, model_size, prompt_tokens
-from lab.report.presets import preset_of
+from lab.report.describe import commit, prompt_tokens
+from lab.report.presets import model_title, preset_of
 from lab.report.tables import markdown_table, markdown_text, ratio_cell
 from lab.rows import read_rows
 from lab.sweep import table
@@ -64,8 +64,8 @@ def rungs(device: str) -> str:
 
 
 def title(row: dict) -> str:
-    """Return what all rungs of a table compute: "Training 124M, 64 sequences of 1,024 tokens a step:"."""
-    model, config = model_size(row), row["config"]
+    """Return what all rungs of a table compute: "Training `gpt2_124m`, 64 sequences of 1,024 tokens a step:"."""
+    model, config = f"`{model_title(row)}`", row["config"]
     if is_generation(row):
         count = sequences(row)
         work = f"{config['max_new_tokens']:,} tokens after a prompt of {prompt_tokens(row):,}"

@@ -31,6 +31,7 @@ from lab.report.describe import (
     prompt_tokens,
     sessions,
 )
+from lab.report.presets import model_title
 from lab.sweep.compare import Ratio, ratio, sequences
 from lab.sweep.table import (
     PEAK,
@@ -71,7 +72,7 @@ def throughput(device: str) -> str:
     last = {"step": lambda row: str(row.get("steps", "")), "commit": commit}
 
     def title(row: dict) -> str:
-        return f"{model_name(row)}, {batch_cell(row)}, {row['config']['precision']}"
+        return f"{model_title(row)}, {batch_cell(row)}, {row['config']['precision']}"
 
     columns = {"kernels": kernels_cell, "attn": attention_cell}
     return session_tables(rows, title, columns, "tokens/s (p20 to p80)", last)
@@ -85,7 +86,7 @@ def generation(device: str) -> str:
         work = f"{prompt_tokens(row):,} + {row['config']['max_new_tokens']:,} tokens"
         plural = "sequence" if count == 1 else "sequences"
         greedy = ", greedy" if row["config"].get("temperature") == 0 else ""
-        return f"{model_name(row)}, {row['config']['precision']}, {count} {plural}, prompt + new: {work}{greedy}"
+        return f"{model_title(row)}, {row['config']['precision']}, {count} {plural}, prompt + new: {work}{greedy}"
 
     columns: dict[str, Cell] = {
         "decode": lambda row: ", ".join([decoder(row["config"]) or "blocks", *cache_and_draft(row["config"])]),
@@ -185,7 +186,7 @@ def scaling(device: str) -> str:
     one_gpu = {settings(row): row["perf/tokens_per_sec"] for row in rows if row["world_size"] == 1}
     rows.sort(key=lambda row: (row["parameters"], row["config"]["parallel"], row["world_size"]))
     columns: dict[str, Cell] = {
-        "model": model_name,
+        "model": model_title,
         "GPUs": number_cell("{}", "world_size"),
         "parallel": lambda row: row["config"]["parallel"] if row["world_size"] > 1 else "",
         "sequences a GPU": sequences_cell,

@@ -88,10 +88,10 @@ def test_the_verdict_is_that_of_the_training(ms, expected, tmp_path):
     assert ["tokens/s in training", f"{65_536e3 / ms:,.0f}", "655,360"] in cells
     assert ["error of the losses", "1.0e-03", "1.0e-03"] in cells
     assert (
-        "The baseline is 124M, bf16, 64 x 1024 tokens, triton, norm eager, attention flash. Each side has 3 runs in "
-        "turns, of 60 steps. Eager PyTorch in fp32 repeated 120 steps of them from their own states, which gives the "
-        "errors. The losses of both sides, over the last half of the steps: they are 1.0e-04 apart, and two seeds of "
-        "the baseline 3.0e-02."
+        "The baseline is gpt2_124m, bf16, 64 x 1024 tokens, triton, norm eager, attention flash. Each side has 3 runs "
+        "in turns, of 60 steps. Eager PyTorch in fp32 repeated 120 steps of them from their own states, which gives "
+        "the errors. The losses of both sides, over the last half of the steps: they are 1.0e-04 apart, and two seeds "
+        "of the baseline 3.0e-02."
     ) in text
     assert "Of 3 cases, 2 are ok, 1 is unavailable." in text
     assert "- unavailable: it needs a GPU\n" in text

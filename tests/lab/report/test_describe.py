@@ -43,4 +43,4 @@ def test_a_row_with_the_defaults_has_no_more_to_name():
     row = make_row()
     row["config"]["model"] |= field_defaults(GPTConfig)
     assert session_settings(row) == session_settings(make_row())
-    assert training_text(row) == "124M, amp, 64 x 1024 tokens, eager, attention sdpa"
+    assert training_text(row) == "gpt2_124m, amp, 64 x 1024 tokens, eager, attention sdpa"

@@ -188,8 +188,8 @@ def test_collected_rows_have_a_table_by_settings_and_fastest_first(results):
     add_rows(results, slower, old_row("compile", "sdpa", 2000.0), old_row("compile", "triton", 2200.0))
     add_rows(results, blocks, wrong, make_generation_row("int8", "eager", batch=8, ms=0.4), again)
     titles, tables = generation("h200").split("\n\n")[::2], generation("h200").split("\n\n")[1::2]
-    sizes = "124M, bf16, 8 sequences, prompt + new: 128 + 128 tokens"
-    assert titles == ["**124M, bf16, 1 sequence, prompt + new: 7 + 128 tokens**", f"**{sizes}**"]
+    sizes = "gpt2_124m, bf16, 8 sequences, prompt + new: 128 + 128 tokens"
+    assert titles == ["**gpt2_124m, bf16, 1 sequence, prompt + new: 7 + 128 tokens**", f"**{sizes}**"]
     old, new = map(cells, tables)
     assert [line[:5] for line in old] == [
         ["blocks", "compile", "triton", "**2,200** (2,199 to 2,201)", "1.100x"],

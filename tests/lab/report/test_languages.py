@@ -17,6 +17,7 @@ from lab.proof.source_lines import kernel_lines
 from lab.report.language_panel import languages_figure
 from lab.report.languages import ABSENT, MEASURE, SHAPES, language_tables
 from lab.report.page import write_report
+from lab.report.presets import presets
 from lab.report.readmes import fill
 from lab.report.tables import markdown_text
 from runtime.config import UserError
@@ -41,6 +42,7 @@ def refused_row(op, impl, status, shape="124m"):
 def step_row(language, model="gpt2_124m", scale=1.0, **facts):
     parameters = 134_515_008 if model == "smollm2_135m" else 124_475_904
     row = make_row("triton", "flash", "bf16", scale, parameters) | SITTING
+    row["config"]["model"] |= presets()[model] | {"vocab_size": 50304}
     row["receipt"] |= {"lines": {"norm": 574, "attention": 0}}
     row["kernels"] = {"norm": "triton (triton 3.6.0)", "attention": "sdpa (cudnn, torch 2.11.0)", "compile": False}
     words = f"{' '.join(training_overrides()[language])} model={model} precision=bf16 train.max_steps=30"
@@ -191,10 +193,10 @@ def test_the_steps_of_each_model_and_the_decoders_have_tables():
     text = language_tables(FOLDER)
     found = tables(text)
     work = "64 sequences of 1,024 tokens a step:"
-    lines = {line["language"]: line for line in found[f"Training 135M, {work}"]}
+    lines = {line["language"]: line for line in found[f"Training `smollm2_135m`, {work}"]}
     assert lines["CuTe DSL"]["words"] == "`kernels=quack attn=flash`"
     assert lines["CuTe DSL"]["peak GiB"] == "18.7"
-    lines = {line["language"]: line for line in found[f"Training 124M, {work}"]}
+    lines = {line["language"]: line for line in found[f"Training `gpt2_124m`, {work}"]}
     assert list(lines) == [*training_overrides()]
     assert lines["Triton"]["peak GiB"] == "18.7"
     assert re.fullmatch(r"\*\*5\d\d,\d{3}\*\* \(.+ to .+\)", lines["Triton"]["tokens/s (p20 to p80)"])
@@ -203,7 +205,9 @@ def test_the_steps_of_each_model_and_the_decoders_have_tables():
     assert lines["XLA"]["tokens/s (p20 to p80)"] == "oom (2)"
     assert lines["Gluon"]["tokens/s (p20 to p80)"] == "not measured"
     assert "1. `kernels=helion attn=sdpa`: rms_norm=helion cannot run here: it needs helion\n" in text
-    lines = {line["language"]: line for line in found["Decoding 124M, 1 sequence, 128 tokens after a prompt of 128:"]}
+    lines = {
+        line["language"]: line for line in found["Decoding `gpt2_124m`, 1 sequence, 128 tokens after a prompt of 128:"]
+    }
     assert "Decoding `model=smollm2_135m`: not measured.\n\n" in text
     assert list(lines) == [*decoding_overrides()]
     assert lines["CUDA C++"]["kernel lines"] == "1,594"
@@ -213,7 +217,7 @@ def test_a_job_that_was_refused_has_the_benchmarks_reason():
     """Such a job of a sweep leaves no row in results/, because it ends before it knows its machine."""
     refused = [refused_row("norm", "helion", "unavailable: it needs helion"), refused_row("loss", "xla", "failed: how")]
     keep(refused, [step_row("PyTorch"), step_row("XLA")])
-    lines = tables(language_tables(FOLDER))["Training 124M, 64 sequences of 1,024 tokens a step:"]
+    lines = tables(language_tables(FOLDER))["Training `gpt2_124m`, 64 sequences of 1,024 tokens a step:"]
     cells = {line["language"]: line["tokens/s (p20 to p80)"] for line in lines}
     assert (cells["Helion"], cells["Triton"]) == ("unavailable (1)", "not measured")
     assert cells["XLA"].startswith("**")

@@ -59,7 +59,9 @@ def test_a_newer_search_of_one_mode_hides_no_length_of_the_other(monkeypatch, tm
     assert lengths == [(352_256, None), (1024, None), (512, None), (None, 8192), (None, 4096), (None, 6144)]
     monkeypatch.setattr(lab_rows, "RESULTS", tmp_path)
     lab_rows.append_rows(tmp_path / "h200" / "context.jsonl", [stopped, later])
-    assert "stopped" not in max_context("h200")
+    table = max_context("h200")
+    assert "stopped" not in table
+    assert table.count("| gpt2_124m ") == 2
 
 
 def test_a_search_with_an_fp8_cache_does_not_hide_one_without():

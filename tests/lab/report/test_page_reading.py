@@ -222,6 +222,7 @@ def test_a_filter_acts_on_every_line_with_a_model(largest_page):
         assert len(lines) > 1
         assert set(lines) == {("gpt2_124m", "bf16")}
     assert trained_settings({"baseline": "355M, norm=rmsnorm, amp, 64 x 1024 tokens, triton"}) == ("gpt2_350m", "amp")
+    assert trained_settings({"baseline": "tiny, pos=rope, bf16, 4 x 64 tokens, eager"}) == ("tiny", "bf16")
     assert trained_settings({"verdict": "wrong"}) == ("", "")
 
 

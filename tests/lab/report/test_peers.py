@@ -47,11 +47,16 @@ def test_speeds_are_of_one_session_and_contexts_have_checkpoints_on_both_sides(r
     add(results, "context", make_context_row("triton", "flash", 500_000, 1, checkpointing="none"))
     add(results, "context", make_context_row("triton", "flash", 4_000_000, 1, checkpointing="chunks"))
     add(results, "context", make_context_row("triton", "flash", 3_000_000, 1, checkpointing="block"))
-    longest = "longest training step, 124M,"
+    longest = "longest training step, gpt2_124m,"
     assert cells(peers("h200")) == [
-        ["training, 124M, 64 x 1024", "600 tokens/s (triton + flash, bf16)", "nanoGPT: 500 (autocast)", "1.20x"],
-        ["training, 124M, 64 x 1024", "16.0 GiB (triton + flash, bf16)", "nanoGPT: 40.0 (autocast)", "0.40x"],
-        ["generation, 124M, 1 sequence", "2,000 tokens/s (compile, bf16)", "Hugging Face: 400 (static cache)", "5.00x"],
+        ["training, gpt2_124m, 64 x 1024", "600 tokens/s (triton + flash, bf16)", "nanoGPT: 500 (autocast)", "1.20x"],
+        ["training, gpt2_124m, 64 x 1024", "16.0 GiB (triton + flash, bf16)", "nanoGPT: 40.0 (autocast)", "0.40x"],
+        [
+            "generation, gpt2_124m, 1 sequence",
+            "2,000 tokens/s (compile, bf16)",
+            "Hugging Face: 400 (static cache)",
+            "5.00x",
+        ],
         [f"{longest} without checkpoints", "500,000 tokens (triton)", "nanoGPT: 200,000 (torch.compile)", "2.50x"],
         [
             f"{longest} with checkpoints",

@@ -3,7 +3,7 @@
 import pytest
 
 from lab.commands import CONFIGS
-from lab.report.presets import model_title, preset_of
+from lab.report.presets import model_title, preset_of, preset_of_size
 from model.config import GPTConfig
 from model.cost import parameters
 from tests.lab.report.sample_rows import make_generation_row, make_row
@@ -45,3 +45,9 @@ def test_a_generation_from_a_checkpoint_has_the_preset_of_its_parameters():
         assert preset_of(row | {"parameters": parameters(GPTConfig(**composed(preset)))}) == preset
     assert preset_of(row) == "gpt2_124m"  # an old row has its size only in its name: generate-124M-...
     assert preset_of({"status": "failed: it has no config"}) == ""
+
+
+def test_a_size_in_an_old_text_has_its_preset():
+    """355M is GPT-2 350M's real size. A size that no preset has stays."""
+    sizes = {"124M": "gpt2_124m", "355M": "gpt2_350m", "350M": "gpt2_350m", "7M": "7M", "": ""}
+    assert {size: preset_of_size(size) for size in sizes} == sizes

@@ -201,7 +201,7 @@ def test_decoders_stand_beside_torch_compile(results):
         ["", "0.50 / 0.60", "0.34"],
         ["2.000x", "0.25 / 0.30", "0.34"],
     ]
-    assert "Decoding 124M, 1 sequence, 128 tokens after a prompt of 128:" in text
+    assert "Decoding `gpt2_124m`, 1 sequence, 128 tokens after a prompt of 128:" in text
 
 
 def test_the_pictures_show_the_tables(results, monkeypatch):

@@ -64,7 +64,7 @@ def test_rows_become_a_table_fastest_first(results, tmp_path):
         assert collect_run(folder) == results / "h200" / "train.jsonl"
     figure_cells = ["45.6%", "28.5", "20.0 s", "4.000", "60", "5918f41"]
     attention = "sdpa (cudnn, cudnn 91900)"
-    assert tables.throughput("h200").startswith("**124M, 64 x 1024, amp**\n\n| kernels ")
+    assert tables.throughput("h200").startswith("**gpt2_124m, 64 x 1024, amp**\n\n| kernels ")
     assert cells(tables.throughput("h200")) == [
         ["compile", attention, "**500,000** (499,999 to 500,001)", "1.000x", *figure_cells],
         ["eager", attention, "**400,000** (399,999 to 400,001)", "0.800x", *figure_cells],
@@ -117,9 +117,9 @@ def test_several_gpus_are_compared_with_one(results, tmp_path):
         beside = "h200x2" if gpus == 1 else None
         assert collect_run(folder, beside=beside) == results / "h200x2" / "train.jsonl"
     assert cells(tables.scaling("h200x2")) == [
-        ["124M", "1", "", "64", "eager", "**100**", "100", "1.000", "28.5"],
-        ["124M", "2", "ddp", "64", "eager", "**190**", "95", "0.950", "28.5"],
-        ["124M", "2", "ddp", "32", "eager", "**150**", "75", "", "28.5"],
+        ["gpt2_124m", "1", "", "64", "eager", "**100**", "100", "1.000", "28.5"],
+        ["gpt2_124m", "2", "ddp", "64", "eager", "**190**", "95", "0.950", "28.5"],
+        ["gpt2_124m", "2", "ddp", "32", "eager", "**150**", "75", "", "28.5"],
     ]
 
 
@@ -231,8 +231,8 @@ def test_fill_changes_marked_sections_alone(results, tmp_path):
     collect_run(write_run(tmp_path / "a"))
     text = "before\n<!-- throughput: h200 -->\nold\n<!-- end -->\nafter\n<!-- throughput: h200 -->\n<!-- end -->\n"
     filled = fill(text)
-    assert filled.startswith("before\n<!-- throughput: h200 -->\n**124M, 64 x 1024, amp**\n\n| kernels")
-    assert "|\n<!-- end -->\nafter\n<!-- throughput: h200 -->\n**124M" in filled
+    assert filled.startswith("before\n<!-- throughput: h200 -->\n**gpt2_124m, 64 x 1024, amp**\n\n| kernels")
+    assert "|\n<!-- end -->\nafter\n<!-- throughput: h200 -->\n**gpt2_124m" in filled
     assert filled.count("| kernels") == 2
     assert "old" not in filled
     assert fill(filled) == filled

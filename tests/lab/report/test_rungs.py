@@ -103,8 +103,8 @@ def test_a_sitting_becomes_two_tables_in_the_order_of_the_ladder(results):
     speeds = [float(line[3].strip("*").replace(",", "")) for line in training]
     assert speeds == sorted(speeds)
     text = rungs("h100-rungs")
-    assert text.startswith("Training 124M, 64 sequences of 1,024 tokens a step:\n\n| rung")
-    assert "\n\nDecoding 124M, 1 sequence, 128 tokens after a prompt of 128:\n\n| rung" in text
+    assert text.startswith("Training `gpt2_124m`, 64 sequences of 1,024 tokens a step:\n\n| rung")
+    assert "\n\nDecoding `gpt2_124m`, 1 sequence, 128 tokens after a prompt of 128:\n\n| rung" in text
     assert [line[5:] for line in training] == [["18.7", "8.3 s", "5.800"]] * 6
     assert [line[2] for line in decoding] == ["0", "0", "1,594", "1,594", "1,594"]
     assert [line[5:] for line in decoding] == [["0.34", "21.2 s"]] * 5
