@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import gelu, pad, silu
 
 from kernels import cutile, decode, quack, tilelang
-from kernels.check import broken_rule
+from kernels.check import broken_rule, why_wrong
 from kernels.gpu import package_unavailable, refused_widths
 from kernels.loss import liger_cute
 from kernels.mlp import nvmath
@@ -749,6 +749,12 @@ def test_other_widths_in_cutile(case, packages):
             eager = outputs_and_gradients(load(op, "eager", CPU), inputs)
             got = outputs_and_gradients(getattr(backend(op, "cutile"), op), inputs)
             assert_as_good_as_eager(got, eager, truth, inputs, dtype)
+
+
+def test_queries_beyond_the_last_one_in_cutile(packages):
+    """They fill a tile, and must add nothing: with one key each, the key of a query beyond the last is beyond Tk."""
+    inputs = contract("attention").inputs((1, 5, 2, 64), keys=128, window=1, dtype=torch.float16)
+    assert why_wrong("attention", "cutile", backend("attention", "cutile").attention, inputs, torch.float16) is None
 
 
 def test_what_cutile_refuses(packages, monkeypatch):
