@@ -180,6 +180,14 @@ def test_every_command_is_in_a_readme_and_the_root_readme_links_every_room():
     assert links >= {path.parent.name for path in ROOT.glob("[!.]*/README.md")}
 
 
+def test_the_root_readme_opens_with_a_picture_of_results_that_leads_to_its_questions():
+    """Above the first table, and the picture is one that the first section of results/README.md shows, too."""
+    opening = READMES["README.md"].partition("\n|")[0]
+    [(picture, target)] = re.findall(r"\[!\[[^]]+\]\(([^)]+)\)\]\(([^)]+)\)", opening)
+    assert target == "results/README.md"
+    assert f"]({picture.removeprefix('results/')})" in READMES[target].partition("\n## Which needs")[0]
+
+
 @pytest.mark.parametrize("name", READMES)
 def test_links_lead_somewhere(name):
     for link in re.findall(r"\]\(([^)#:, ]+)(?:#[^)]*)?\)", READMES[name]):
