@@ -7,7 +7,8 @@ import shlex
 from dataclasses import dataclass
 from functools import cached_property
 
-from lab.report.describe import BASELINE, choice_name, commit, prefill_name, prompt_tokens
+from lab.report.colours import FP8
+from lab.report.describe import BASELINE, choice_name, commit, kernels_family, prefill_name, prompt_tokens
 from lab.report.presets import model_title, preset_of
 from lab.report.user_command import user_command
 from lab.rerun import LONGEST, brief, is_own, rerun_command
@@ -40,6 +41,12 @@ class Choice:
     def name(self) -> str:
         """The kernels and the attention, or the decoder: "triton, mlp eager + compile · flash", "decode int8"."""
         return choice_name(self.row) or self.row.get("name", "a row without a name")
+
+    @property
+    def colour_key(self) -> str:
+        """Its key in choice_colours(): its name, or FP8 for our kernels in fp8, whatever their backends."""
+        is_ours = self.precision == FP8 and kernels_family(self.name) in ("triton", "gluon")
+        return FP8 if is_ours else self.name
 
     @property
     def title(self) -> str:

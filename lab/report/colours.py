@@ -12,9 +12,11 @@ from lab.report.describe import kernels_family
 
 INK, QUIET, CARD, GRID = "black", "#6c6e75", "white", "#e8e8e5"
 CHOICE_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"]
-FAMILY_COLOURS = dict(zip(("triton", "compile", "triton + compile", "eager"), CHOICE_COLOURS, strict=False))
 BACKEND_COLOURS = [*CHOICE_COLOURS, "#8C6BB1", "#999933", "#8B5A2B", "#7F8C8D", "#44AA99", "#AA4499", "#DDCC77"]
 BACKEND_COLOURS += ["#882255"]
+FP8 = "fp8"  # the family of our kernels in fp8
+FAMILY_COLOURS = dict(zip(("eager", "compile", "triton", "gluon", FP8), CHOICE_COLOURS, strict=False))
+FAMILY_COLOURS |= {"triton + compile": BACKEND_COLOURS[6], "gluon + compile": BACKEND_COLOURS[7]}
 SYMBOLS = ["circle", "square", "diamond", "cross", "triangle-up", "x", "star", "pentagon", "triangle-down", "hexagon"]
 SYMBOLS += ["diamond-tall", "triangle-left", "triangle-right"]
 DASHES = "solid", "dot", "longdash"  # "dash" is for references
@@ -24,19 +26,22 @@ GREY = "#A0A0A0"
 
 
 def choice_colours(choices: Iterable[str], backends: Collection[str] = ()) -> dict[str, str]:
-    """Return the colour of its family for each name of a choice, and a colour for each name of a backend.
+    """Return the colour of its family for each name of a choice, and of FP8, and a colour for each name of a backend.
 
     A backend that is a family has the family's colour. The other backends have colours of their own.
     """
-    families = {name: kernels_family(name) for name in choices}
+    families = {name: kernels_family(name) for name in (*choices, FP8)}
     colours = assign_colours(families.values(), FAMILY_COLOURS)
     return {name: colours[family] for name, family in families.items()} | assign_colours(backends, colours)
 
 
-def assign_colours(names: Iterable[str], fixed: dict[str, str]) -> dict[str, str]:
-    """Return a colour for each name: its own in `fixed`, or else the next of BACKEND_COLOURS that none of these has."""
+def assign_colours(names: Iterable[str], fixed: dict[str, str], reserved: Collection[str] = ()) -> dict[str, str]:
+    """Return a colour for each name: its own in `fixed`, or else the next of BACKEND_COLOURS that none of these has.
+
+    `reserved` are colours that no other name gets.
+    """
     names = list(dict.fromkeys(names))
-    used = {fixed[name] for name in names if name in fixed}
+    used = {fixed[name] for name in names if name in fixed} | {*reserved}
     free = cycle([colour for colour in BACKEND_COLOURS if colour not in used])
     return {name: fixed.get(name) or next(free) for name in names}
 

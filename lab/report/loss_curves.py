@@ -15,7 +15,7 @@ from lab.report.describe import kernels_cell, sitting_text
 from lab.report.plot import Figure, Point, Series, figure
 from lab.report.png import draw_figures
 from lab.report.presets import preset_of
-from lab.report.questions import label
+from lab.report.questions import label, picture_colours
 from lab.report.tables import markdown_table, markdown_text
 from lab.sweep.table import speed, speed_cell
 
@@ -285,7 +285,10 @@ def draw_curves(device: str, path: Path) -> list[Path]:
         return draw_figures(optimizer_figures(runs, y), path, columns=2)
     above, below = [], []
     firsts = {run.name: first for run, first in with_reference(runs)}
-    for (name, each), colour in zip(by_choice(runs).items(), cycle(CHOICE_COLOURS), strict=False):
+    choices = by_choice(runs)
+    colours = picture_colours({name: [run.row for run in each] for name, each in choices.items()})
+    for name, each in choices.items():
+        colour = colours[name]
         seeds = f" ({len(each)} seeds)" if len(each) > 1 else ""
         above.append(band_line(name + seeds, [run.losses for run in each], colour))
         below.append(

@@ -90,14 +90,14 @@ def speed_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | Non
     points = []
     for choice in choices:
         style = {"text": f"{choice.speed:,.0f}\n{choice.ratio_text}".strip(), "spread": choice.spread}
-        style["colour"] = colours[choice.name]
+        style["colour"] = colours[choice.colour_key]
         points.append(choice_point(choice, choice.speed, axis_label(choice), **style))
     return figure("tokens/s", "", [Series("", "bars", points)], row=52)
 
 
 def draw_speeds(choices: list[Choice], colours: dict[str, str], path: Path) -> list[Path]:
     """Draw tokens/s and peak memory of each choice, the first choice on top. Return the files."""
-    peaks = [Point(choice.memory or 0, axis_label(choice), colour=colours[choice.name]) for choice in choices]
+    peaks = [Point(choice.memory or 0, axis_label(choice), colour=colours[choice.colour_key]) for choice in choices]
     peak_figure = figure("GiB at the peak", "", [Series("", "bars", peaks)], row=52)
     return draw_figures([speed_figure(choices, colours), peak_figure], path)
 
@@ -123,8 +123,11 @@ def tradeoff_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | 
     series = []
     for name, symbol in attention_styles((choice.name for choice in choices), SYMBOLS).items():
         shown = [choice for choice in choices if choice.name == name and choice.memory]
-        points = [choice_point(choice, choice.memory, choice.speed, symbol=symbol) for choice in shown]
-        series.append(Series(name, "markers", points, colours[name], size=14))
+        for key in dict.fromkeys(choice.colour_key for choice in shown):
+            own = [choice for choice in shown if choice.colour_key == key]
+            points = [choice_point(choice, choice.memory, choice.speed, symbol=symbol) for choice in own]
+            label = name if key == name else f"{name}, {key}"
+            series.append(Series(label, "markers", points, colours[key], size=14))
     return figure("peak GiB", "tokens/s", series)
 
 
@@ -179,7 +182,7 @@ def parity_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | No
         style["origin"] = Origin("reference", "", choice.preset, choice.precision)
         key = choice.preset, choice.precision, *reference.values()
         references.setdefault(key, LossCurve(reference, reference, style))
-        style = {"name": choice.name, "colour": colours[choice.name], "dash": dashes[choice.name]}
+        style = {"name": choice.name, "colour": colours[choice.colour_key], "dash": dashes[choice.name]}
         style["origin"] = choice_origin(choice)
         curves.append(LossCurve(losses, reference, style))
     return loss_figure([*curves, *references.values()], "loss", "difference")
@@ -197,14 +200,14 @@ def payback_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | N
         last = 1.6 * max([600, *overtaking[:3]])  # the axis shows the first three crossings, with space behind them
         for choice, payback in zip(group, paybacks, strict=True):
             start, step = choice.row["perf/first_step_s"], choice.row["perf/step_ms"] / 1e3
-            style = {"colour": colours[choice.name], "dash": dashes[choice.name], "origin": choice_origin(choice)}
+            style = {"colour": colours[choice.colour_key], "dash": dashes[choice.name], "origin": choice_origin(choice)}
             seconds = {last * i / 24: start + last * i / 24 * step for i in range(25)}
             series.append(line(choice.name, seconds, **style))
             if payback and payback <= last:
                 y = start + payback * step
                 lines = [f"ahead of {base.title} after {payback:,.0f} steps, {y:,.0f} s"]
                 ring = choice_point(choice, payback, y, lines, ring=2.5)
-                series.append(Series("", "markers", [ring], colours[choice.name], size=13, ring_colour=INK))
+                series.append(Series("", "markers", [ring], colours[choice.colour_key], size=13, ring_colour=INK))
     return figure("steps after the first", "seconds", series)
 
 
@@ -227,7 +230,7 @@ def generation_figure(
     series, shares, used = [], [], []
     for title, members in lines.items():
         if len({value(choice.row) for choice in members}) > 1:
-            colour = colours[members[0].name]
+            colour = colours[members[0].colour_key]
             symbol = SYMBOLS[used.count(colour) % len(SYMBOLS)]
             used.append(colour)
             members = sorted(members, key=lambda choice: value(choice.row))

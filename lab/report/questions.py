@@ -13,8 +13,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lab import rows as results
-from lab.report.colours import CHOICE_COLOURS, assign_colours
-from lab.report.describe import SMALLEST, commit, gpu_text, kernels_cell, sitting_text, time_of
+from lab.report.colours import CHOICE_COLOURS, FAMILY_COLOURS, FP8, assign_colours
+from lab.report.describe import (
+    SMALLEST,
+    choice_name,
+    commit,
+    gpu_text,
+    kernels_cell,
+    kernels_family,
+    sitting_text,
+    time_of,
+)
 from lab.report.peers import rounds_on_purpose
 from lab.report.plot import Figure, Point, Series, figure
 from lab.report.png import draw_figures
@@ -46,7 +55,9 @@ NOT_MEASURED = "Not measured yet: `scripts/measure.sh ladder`."
 NAMES = list(dict.fromkeys([*CHOICES.values(), *MIXED.values()]))
 FASTEST = [name for name in NAMES if name != LEAN]  # the choices of the first table, and of the second
 LEANEST = [name for name in NAMES if name != "fp8"]  # fp8 needs 1% less than bf16
-COLOURS = dict(zip(NAMES, CHOICE_COLOURS, strict=False))
+# A choice has the colour of its family, as on the page
+COLOURS = {name: FAMILY_COLOURS[FP8 if precision == "fp8" else key] for (key, _, precision), name in CHOICES.items()}
+COLOURS[LEAN] = CHOICE_COLOURS[-1]
 Runs = dict[str, list[dict]]  # name of a choice -> its runs of a sitting
 
 
@@ -357,8 +368,19 @@ def full_first(figures: Iterable[Figure | None]) -> list[Figure | None]:
     return sorted(figures, key=lambda each: -len(each.series[0].points) if each else 0)
 
 
+def picture_colours(runs: Runs) -> dict[str, str]:
+    """Return a colour for each choice: its own, or its family's. A decoder or a checkpointing has none of these."""
+    fixed: dict[str, str] = {}
+    for name, each in runs.items():
+        family = "" if name.startswith("checkpointing=") else kernels_family(choice_name(each[0]))
+        colour = COLOURS.get(name) or FAMILY_COLOURS.get(family)
+        if colour and colour not in fixed.values():
+            fixed[name] = colour
+    return assign_colours(runs, fixed, reserved=COLOURS.values())
+
+
 def bars(model: str, x: str, runs: Runs, value: Callable[[list[dict]], float]) -> Figure | None:
-    colours = assign_colours(runs, COLOURS)
+    colours = picture_colours(runs)
     points = []
     for name, each in runs.items():
         number = value(each)

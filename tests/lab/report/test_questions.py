@@ -2,8 +2,10 @@
 
 from lab import rows as lab_rows
 from lab.report import questions
+from lab.report.colours import choice_colours
 from lab.report.presets import presets
 from lab.report.questions import CHOICES, decoding, draw_questions, fastest, label, longest, memory, time_text
+from lab.report.source import read_source
 from tests.lab.report.sample_rows import ENV, make_config, make_context_row, make_generation_row, make_row
 from tests.lab.report.test_report import cells
 
@@ -218,6 +220,38 @@ def test_the_pictures_show_the_tables(results, monkeypatch):
     colours = {point.y: point.colour for point in full.series[0].points}
     assert all(point.colour == colours[point.y] for point in medium.series[0].points)
     assert drawn["longest.png"] == [None]
+
+
+def test_a_choice_has_one_colour_in_the_pictures_and_on_the_page(results, monkeypatch):
+    """eager, compile, triton, gluon and fp8. A decoder or a checkpointing has none of these colours."""
+    drawn = {}
+    monkeypatch.setattr(questions, "draw_figures", lambda figures, path: drawn.update({path.name: figures}) or [path])
+    rows = [make_run(name, speed) for name, speed in SPEEDS.items()]
+    keep(results, "h200-rungs", rows)
+    keep(results, "h200", [make_run("gluon", 1)])
+    decoders = []
+    for decode, kernels in (("blocks", "eager"), ("blocks", "compile"), ("persistent", "eager")):
+        words = f"python -m scripts.generate kernels={kernels} kernels.decode={decode} attn=sdpa precision=bf16"
+        decoders.append(make_generation_row(decode, kernels) | {"parameters": 124_475_904, "command": words})
+    keep(results, "h200-rungs", [row | {"started": "2026-11-27T10:00:00+0000"} for row in decoders], "generate")
+    searches = [("triton", {"checkpointing": "block"}), ("eager", {"checkpointing": "host"}), ("compile", {})]
+    contexts = [make_context_row(kernels, "sdpa", 4096, None, **model) for kernels, model in searches]
+    keep(results, "h200", [row | {"started": "2026-11-27T10:00:00+0000"} for row in contexts], "context")
+    draw_questions("h200")
+    shown = {
+        name: {point.y: point.colour for point in drawn[f"{name}.png"][0].series[0].points}
+        for name in ("fastest", "longest", "decoding")
+    }
+    choices = read_source(results / "h200").measured_choices
+    page = choice_colours(choice.name for choice in choices)
+    assert len(set(shown["fastest"].values())) == 5
+    for choice in choices:
+        assert page[choice.colour_key] == shown["fastest"][label(choice.row)]
+    for name, others in (("longest", 2), ("decoding", 1)):
+        own = {text: colour for text, colour in shown[name].items() if colour not in shown["fastest"].values()}
+        assert len(own) == len(set(own.values())) == others
+    assert shown["longest"]["compile, sdpa"] == shown["decoding"]["torch.compile"] == shown["fastest"]["torch.compile"]
+    assert shown["decoding"]["eager PyTorch"] == shown["fastest"]["eager PyTorch"]
 
 
 def test_a_table_of_results_has_at_most_five_rows_and_columns():
