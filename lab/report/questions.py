@@ -50,7 +50,7 @@ MIXED = {
     "attn=gluon kernels.glu=triton kernels.loss=triton kernels=gluon precision=fp8": "fp8",
     "attn=gluon kernels.rms_norm=triton_recompute kernels.rope=triton_recompute kernels=gluon precision=bf16": LEAN,
 }
-BASELINE, BASELINE_SEARCH = "torch.compile", "compile, sdpa"  # the second is a search_label()
+BASELINE = "torch.compile"
 NOT_MEASURED = "Not measured yet: `scripts/measure.sh ladder`."
 NAMES = list(dict.fromkeys([*CHOICES.values(), *MIXED.values()]))
 FASTEST = [name for name in NAMES if name != LEAN]  # the choices of the first table, and of the second
@@ -263,18 +263,19 @@ def searches(device: str) -> list[dict]:
     """
     rows = [row for folder in folders(device) for row in results.read_rows(folder, "context")]
     newest = {search_label(row): row for row in sorted(rows, key=lambda row: row["started"]) if longest_t(row)}
-    shown = sorted(newest, key=lambda name: (name != BASELINE_SEARCH, -longest_t(newest[name])))[:MOST]
+    shown = sorted(newest, key=lambda name: (name != BASELINE, -longest_t(newest[name])))[:MOST]
     return sorted((newest[name] for name in shown), key=lambda row: -longest_t(row))
 
 
 def search_label(row: dict) -> str:
-    """Return "checkpointing=block", or without checkpoints the kernels, the attention and pos=rope.
+    """Return "checkpointing=block", or without checkpoints the name in CHOICES, or kernels and attention, and pos=rope.
 
     Then the model, if it is not GPT-2 124M.
     """
     config, fields = row["config"], row["config"]["model"]
     checkpointing, rope = fields.get("checkpointing") or "none", ", rope" if fields.get("pos") == "rope" else ""
-    own = f"{kernels_cell(row)}, {config['attn']['impl']}{rope}"
+    key = kernels_cell(row), config["attn"]["impl"]
+    own = CHOICES.get((*key, config["precision"]), ", ".join(key)) + rope
     name = own if checkpointing == "none" else f"checkpointing={checkpointing}"
     model = preset_of(row)
     return name if model == MODEL else f"{name}, {model}"
