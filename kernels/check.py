@@ -7,8 +7,8 @@ For every output and every gradient, an error is at most 2 x eager's + rounding.
     the scale. So this error detects a wrong common factor, such as a scalar rounded to bf16, even below the rounding of
     one element
 
-If the contract has ALONG, there is a third error, that of the part along an input: |<result, input> / <exact, input> -
-1|. Muon's step along a gradient reduces the loss, but hardly changes the scale of a step in 768 directions.
+If the contract has ALONG, there is a third error, of the part of the result along an input: |<result, input> / <exact,
+input> - 1|. A step of Muon lowers the loss by this part. It is one of 768 directions, so the scale hardly shows it.
 
 All are differences from reference() in float64, on the same (already rounded) inputs. So the tolerance follows from
 the error of eager itself in that dtype. In fp8, reference() rounds the operands as eager does. A backend with
@@ -213,8 +213,8 @@ def broken_rule(
     """Return, in one line, why the first wrong result breaks the rule, or None if every result is right.
 
     `results` and `eager` come from outputs_and_gradients(), and `truth` from exact_results(). `slack` multiplies every
-    bound: on new random inputs, the largest error of a right backend and that of eager vary. `along` gives a result's
-    name a tensor of its shape.
+    bound: on new random inputs, the largest error of a right backend and that of eager vary. `along` maps the
+    name of a result to a direction of the same shape.
     rounding_error() is relative, so it is multiplied by a scale: the largest absolute value of the exact result. An
     exact result of zeros has no scale of its own: its terms cancel, but their rounding errors do not. Its scale is the
     largest absolute value of all exact results.
@@ -247,6 +247,8 @@ def broken_rule(
         if along and name in along:
             directions["its part along the input"] = along[name].double()
         for text, direction in directions.items():
+            if not (exact * direction).sum():
+                continue  # the exact result has no part along it
             error, eager_error = (scale_error(value, exact, direction) for value in (result, eager_result))
             rtol = slack * scale_rounding(exact, dtype, terms, direction)
             if not error <= 2 * slack * eager_error + rtol:

@@ -84,8 +84,12 @@ def start_jax() -> Any:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that XLA has held on a GPU since it started. PyTorch does not count them."""
-    return start_jax().local_devices(backend=device.type)[device.index or 0].memory_stats()["peak_bytes_in_use"]
+    """Return the most bytes that XLA has held on a GPU since it started. PyTorch does not count them.
+
+    It is 0 if the user's XLA_PYTHON_CLIENT_ALLOCATOR keeps no count.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return (start_jax().local_devices(backend=device.type)[index].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 @contextlib.contextmanager
@@ -200,7 +204,7 @@ def to_jax(tensor: Tensor) -> Any:
 def autograd_function(op: str) -> type[torch.autograd.Function]:
     """Return a function with autograd: (a function from the wanted arguments to a Program, tied, *tensors) -> outputs.
 
-    `tied` is call()'s.
+    `tied` is the argument of call().
     """
 
     def forward(
@@ -233,8 +237,8 @@ def call(
 ) -> Tensor | tuple[Tensor, ...]:
     """Return function(*arrays, **options), computed by XLA, with its gradients. A None among `tensors` stays None.
 
-    `function` is of a module, not a local one: its compiled versions are kept by its identity and the options. If it
-    only adds the two tensors whose numbers are in `tied`, and their dtypes are equal, XLA writes one gradient for both.
+    `function` is of a module, not a local one: its compiled versions are kept by its identity and the options. `tied`
+    are the numbers of two tensors that it only adds. If their dtypes are equal, both get the same gradient tensor.
     Raises Unavailable under torch.compile and in a CUDA graph.
     """
     refuse_capture(op, "xla", tensors[0])

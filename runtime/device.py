@@ -157,8 +157,8 @@ def peak_memory(device: torch.device, ranks: Ranks) -> dict[str, float | int | N
 def process_peaks(device: torch.device) -> dict[str, float | int | None]:
     """Return this process's peak memory in GiB: PyTorch's since reset_peak_memory(), or the resident set on a CPU.
 
-    The peak of another library, such as XLA, is added. It counts from the start of the process and may fall into
-    another moment, so the sum may be too high, and is never too low.
+    The peak of another library, such as XLA, is added. It is since the start of the process, and perhaps of another
+    moment than PyTorch's, so the sum may be too high, and is never too low.
     """
     if device.type == "cuda":
         others = sum(peak(device) for peak in OTHER_PEAKS.values())
@@ -199,7 +199,7 @@ def explain_out_of_memory(tried: str, lower: str) -> Iterator[None]:
         match = re.search(r"[Tt]ried to allocate .*?(?=\. |$)(\. GPU .*?(?=\. |$))?", str(error))
         memory = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "memory"
         reason = match[0] if match else next(iter(str(error).splitlines()), "")
-        raise OutOfMemory(f"out of {memory} with {tried}: {reason}; lower {lower}") from error
+        raise OutOfMemory(f"out of {memory} with {tried}: {reason.rstrip('.')}; lower {lower}") from error
 
 
 def environment(device: torch.device) -> dict[str, str | int | None]:

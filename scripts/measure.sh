@@ -226,7 +226,7 @@ muon_curves() {
         python -m scripts.collect --beside "${beside:-h200-muon}" --curves "out/$folder"/*/
     done
 }
-# What a step of Muon costs, beside AdamW's on the same GPU: 36 runs of 18 s, and 12 of 40 s that prove themselves and
+# What a step of Muon costs, beside AdamW's on the same GPU: 36 runs of 18 s, and 12 proofs of 40 s, which also
 # time optimizer.step(). precisions=bf16 scripts/measure.sh muon_steps takes half of the 20 minutes
 muon_steps() {
     local into="--suffix optimizers"

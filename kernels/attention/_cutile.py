@@ -33,7 +33,8 @@ def product(a: ct.Tile, b: ct.Tile) -> ct.Tile:
 def hide(s: ct.Tile, query: ct.Tile, key: ct.Tile, Tq: int, Tk: int, window: int, CAUSAL: bool) -> ct.Tile:
     """Return the scores s, with -inf where the query does not see the key."""
     if CAUSAL:
-        end = ct.minimum(query + (Tk - Tq + 1), Tk)  # at most Tk: also a query beyond the last one sees a key
+        # At most Tk: rows beyond the last query see a key, too, and are not NaN
+        end = ct.minimum(query + (Tk - Tq + 1), Tk)
         visible = (key < end) & (key >= end - window)
     else:
         visible = key < Tk

@@ -60,7 +60,7 @@ def tile_of(kernel: str, q: Tensor) -> tuple[int, int, int]:
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> out (B, Tq, H, D), lse (B, H, Tq rounded up to a multiple of 4) fp32.
 
-    lse is log2 of the sum of exp(score) over the keys of a query. `window` is at most Tk, which means no window.
+    lse is log2 of the sum of exp(score) over the keys of a query. `window` is at most Tk; Tk means no window.
     """
     from kernels.attention._cutile import cutile_attention_fwd
 

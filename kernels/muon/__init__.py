@@ -51,7 +51,7 @@ CASES = {
     "tall": {"shape": (2, 96, 40)},
     "square": {"shape": (2, 160, 160)},
     "odd": {"shape": (2, 67, 131)},
-    "one": {"shape": (1, 40, 200)},  # of 16 rows, the scale in float16 varies by 4e-4 with the order of the sums
+    "one": {"shape": (1, 40, 200)},  # with 16 rows the order of the sums moves the scale in float16 by 4e-4
     "large": {"shape": (2, 48, 64), "scale": 1e3},
     "small": {"shape": (2, 48, 64), "scale": 1e-3},
     "non_contiguous": {"shape": (2, 48, 64), "contiguous": False},

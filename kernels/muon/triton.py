@@ -17,10 +17,10 @@ steps the op computes X <- Q X + q X, and A from the new X. Five steps take 6 m^
 20 m^2 k + 10 m^3: for the four shapes of GPT-2 124M together, 46% of them. The RMS error is 0.3 to 0.5 of eager's in
 bfloat16, and 0.1 for gradients.
 
-P and Q do not contain a I and q I, which float16 would round to a multiple of 0.002 and of 0.03. In a gradient one
-singular value is 0.99 of the norm, and half of them are below 0.0002. With a I in P, the step along the gradient was
-0.1 to 0.3% too short, and after 20 steps of modern_124m the losses differed from fp32's by 10 times as much as those
-of eager PyTorch in bf16.
+The multiples a and q of I stay numbers beside P and Q: inside, float16 would round a to a multiple of 0.002, and q to
+one of 0.03. In a gradient one singular value is 0.99 of the norm, and half of them are below 0.0002. With a I in P, the
+step along the gradient was 0.1 to 0.3% too short. In 20 steps of modern_124m the losses differed from fp32's by 10
+times as much as those of eager PyTorch in bf16.
 
 For fp32 and float16 matrices the same steps would round to the same dtype as eager, and their errors on random matrices
 are 2 to 3 times eager's. So these matrices take the plain steps, with symmetric products: 71% of the FLOPs.
@@ -258,7 +258,7 @@ def gram_steps(x: Tensor, dtype: torch.dtype) -> Tensor:
             else:
                 q, identity = symmetric_product(q, p, 1.0, a, identity), a * identity
             if step < steps - 1:
-                # After rounding, A and P hardly commute: (A P) P in this order has 2 to 3 times the RMS error
+                # (P A) P, because after rounding A and P hardly commute: (A P) P has 2 to 3 times the RMS error
                 gram = symmetric_product(symmetric_product(p, gram, 1.0, 0.0, a), p, 1.0, a)
         x = product(q, x, identity, out_dtype)
     return x

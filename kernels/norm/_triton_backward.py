@@ -188,7 +188,7 @@ def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -
 def backward(
     ctx: FunctionCtx, dy: Tensor | None, dstream: Tensor | None, *_: None, operator: Callable
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the forward's arguments. `operator` is launch_backward() as an operator."""
+    """Return the gradients of the forward's arguments. `operator` is the custom op of launch_backward()."""
     saved, weight, bias, mean, rstd = ctx.saved_tensors
     dy = torch.zeros_like(saved, dtype=weight.dtype) if dy is None else contiguous_rows(dy)
     dstream = contiguous_rows(dstream) if ctx.has_residual and dstream is not None else None

@@ -5,12 +5,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from common.terminal import class_and_message
 from kernels.attention.auto import attention_kind, entry_name
 from kernels.check import rounding_error
 from kernels.compat import FakeTensorMode
 from kernels.fastest import record_fastest
-from kernels.registry import KernelError, Unavailable, backend, contract, describe, load, missing_argument
+from kernels.registry import KernelError, Unavailable, contract, describe, load, missing_argument
 from kernels.speeds import store_speeds
 from lab.bench.op import (
     DTYPES,
@@ -18,8 +17,10 @@ from lab.bench.op import (
     backend_of,
     errors,
     forward_and_backward,
+    is_counted,
     optional_arguments,
     outputs,
+    status_of,
 )
 from runtime.config import check
 from runtime.device import GIB, OutOfMemory, explain_out_of_memory, reset_peak_memory
@@ -134,8 +135,7 @@ def prepare(
         "both": lambda: forward_and_backward(function, inputs, [dout]),
     }
     peaks = {f"{way}/peak_gib": peak_gib(work, device) for way, work in works.items()}
-    is_counted = not hasattr(backend("attention", backend_of(name)), "RUNTIME")  # by PyTorch's allocator
-    row |= peaks if is_counted else dict.fromkeys(peaks)
+    row |= peaks if is_counted("attention", backend_of(name)) else dict.fromkeys(peaks)
     if not shape.documents and not missing_argument(attention, "lengths"):
         sequences = shape.sequences(length)
         step = module.inputs(
@@ -167,7 +167,7 @@ def measure(
         except (Unavailable, WrongAnswer) as reason:
             row["status"] = f"{reason.status}: {reason}"
         except Exception as error:  # a library's kernel may raise anything; the others go on
-            row["status"] = f"failed: {class_and_message(error)}"
+            row["status"] = status_of(error)
         else:
             works |= {f"{name} {way}": work for way, work in prepared.items()}
     cost = contract("attention").cost(**shape.arguments_at(length), dtype=DTYPES[shape.dtype])

@@ -24,7 +24,7 @@ from kernels.registry import (
     unavailable,
 )
 from runtime.config import check
-from runtime.device import GIB, reset_peak_memory
+from runtime.device import GIB, is_out_of_memory, reset_peak_memory
 from runtime.meter import quantiles
 from runtime.timing import time_in_turns
 
@@ -198,6 +198,18 @@ def last_queries(function: Callable, reference: Callable, inputs: dict, exact: d
     return ((results[0][:, -n:],), (dq[:, -n:], dk, dv)), truth
 
 
+def status_of(error: Exception) -> str:
+    """Return a contestant's status: "unavailable: ...", "oom: ..." or "failed: ..."."""
+    if isinstance(error, Unavailable):
+        return f"unavailable: {error}"
+    return f"{'oom' if is_out_of_memory(error) else 'failed'}: {class_and_message(error)}"
+
+
+def is_counted(op: str, impl: str) -> bool:
+    """Return whether PyTorch's allocator counts the backend's memory: not if another library computes."""
+    return not hasattr(backend(op, impl), "RUNTIME")
+
+
 def extra_memory(function: Callable, inputs: dict, douts: list[Tensor], device: torch.device) -> float | None:
     """Return the peak GiB of forward and backward besides inputs, outputs and gradients; None on a CPU."""
     if device.type != "cuda":
@@ -255,7 +267,7 @@ def measure(
     device: torch.device,
     left_out: Collection[str] = (),
 ) -> tuple[list[dict], dict[str, str]]:
-    """Return (the rows of one shape, name -> why the backend has none: "unavailable: ..." or "failed: ...").
+    """Return (the rows of one shape, name -> the status of a backend without a row: status_of() its error).
 
     `shape` has the arguments of the contract's inputs(). If `names` are given, the first one that cannot take this
     shape raises its error. Contestants in `left_out` are not called.
@@ -277,11 +289,9 @@ def measure(
         except Exception as reason:  # a library's kernel may raise anything; the others go on
             if names:
                 raise
-            is_refusal = isinstance(reason, Unavailable)
-            reasons[name] = f"unavailable: {reason}" if is_refusal else f"failed: {class_and_message(reason)}"
+            reasons[name] = status_of(reason)
             continue
-        is_counted = not hasattr(backend(op, backend_of(name)), "RUNTIME")  # by PyTorch's allocator
-        facts[name] = {**row_errors, "extra_gib": extra if is_counted else None}
+        facts[name] = {**row_errors, "extra_gib": extra if is_counted(op, backend_of(name)) else None}
         works[f"{name} forward"] = partial(outputs, function, inputs)
         works[f"{name} both"] = partial(forward_and_backward, function, inputs, douts)
     works = floors(module, shape, dtype, device) | works

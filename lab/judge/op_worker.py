@@ -21,6 +21,7 @@ from lab.bench.op import (
     contestants,
     extra_memory,
     forward_and_backward,
+    is_counted,
     optional_arguments,
     outputs,
     random_gradients,
@@ -220,7 +221,8 @@ def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:
 
     calls = turn
     calls()  # compiles and tunes the backward, which takes memory, too
-    channel.answer(extra_gib=extra_memory(function, sets[0], douts, device))
+    extra = extra_memory(function, sets[0], douts, device)
+    channel.answer(extra_gib=extra if is_counted(work.op, backend_of(work.impl)) else None)
     while True:
         facts, (kind, *request) = {}, channel.receive()
         if kind == "inputs":

@@ -59,7 +59,7 @@ def takes_over(cfg: Any) -> bool:
     reason = why_incomplete(cfg) or ("a proof takes one process" if world_size() > 1 else None)
     names = ", ".join(f"{op}={impl}" for op, impl in new.items())
     if not tracked_files():
-        names += " (new because git knows no file of this copy; after git init && git add . it does)"
+        names += " (git tracks no file here, so all kernels count as new: run git init && git add .)"
     check(reason is None, f"proof=true cannot compare this run with {names}: {reason}; pass proof=false")
     device, recipe, ranks = select_device(cfg.device), Recipe.of(cfg), Ranks()
     name = f"{cost.figures(cfg.model, cfg.train.block_size)['parameters'] / 1e6:.0f}M-proof-{cfg.precision}"

@@ -40,7 +40,7 @@ class Source:
     A used name is (file, name), of this file or of a module of kernels/. `imports` has the (file, name) of each name
     that the file imports from such a module. `kernels` are the numbers of the statements that contain a kernel: a
     function with the decorator triton.jit, gluon.jit, tilelang.jit, helion.kernel or ct.kernel (cuTile), or one of
-    KERNEL_CALLS. They are all statements if CUDA source is beside the file.
+    KERNEL_CALLS. If a .cu file is beside it, they are all statements.
     """
 
     def __init__(self, path: Path):

@@ -36,9 +36,9 @@ def choice_colours(choices: Iterable[str], backends: Collection[str] = ()) -> di
 
 
 def assign_colours(names: Iterable[str], fixed: dict[str, str], reserved: Collection[str] = ()) -> dict[str, str]:
-    """Return a colour for each name: its own in `fixed`, or else the next of BACKEND_COLOURS that none of these has.
+    """Return a colour for each name: its own in `fixed`, or else the next unused one of BACKEND_COLOURS.
 
-    `reserved` are colours that no other name gets.
+    No name gets a colour in `reserved` unless `fixed` gives it.
     """
     names = list(dict.fromkeys(names))
     used = {fixed[name] for name in names if name in fixed} | {*reserved}

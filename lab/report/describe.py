@@ -265,7 +265,7 @@ def newest_attention(rows: list[dict]) -> dict[tuple[int, str], dict]:
 def newest_searches(rows: list[dict]) -> list[dict]:
     """Return the newest search of each choice in each mode, of rows of scripts.max_context, the longest training first.
 
-    A row that searched in both modes is one line. If another row is newer in one of them, it has None as that length.
+    A row that searched in both modes is one line. If a newer row searched one of them, the older row lacks its figures.
     """
     newest: dict[tuple, int] = {}  # (*search_settings(), mode) -> the place of its newest row
     for place, row in enumerate(rows):
@@ -277,8 +277,9 @@ def newest_searches(rows: list[dict]) -> list[dict]:
         places = {mode: newest.get((*search_settings(row), mode)) for mode in SEARCH_MODES}
         if place in places.values():
             others = [mode for mode, other in places.items() if other not in (None, place)]
-            keys = [key for mode in others for key in (f"context/max_{mode}", f"context/{mode}/limit")]
-            shown.append(row | dict.fromkeys(keys))
+            replaced = tuple(f"context/{mode}/" for mode in others)
+            left = {key: value for key, value in row.items() if not key.startswith(replaced)}
+            shown.append(left | dict.fromkeys(f"context/max_{mode}" for mode in others))
     return sorted(shown, key=lambda row: -(row.get("context/max_train") or 0))
 
 
@@ -286,8 +287,8 @@ def search_settings(row: dict) -> list[str]:
     """Return a search's [model, precision, kernels, attention, positions and limits, checkpointing, GiB].
 
     The limits are those of attention, such as "window 64, 4 K/V heads", and then the other fields of the model that are
-    not the default. The kernels are followed by a generation's decoder, cache and draft, unless default. A setting that
-    the row does not have is "".
+    not the default. After the kernels come a generation's decoder, cache and draft that are not the default. A setting
+    that the row does not have is "".
     """
     model, memory = row["config"]["model"], f"{row['memory_gib']:.4g}" if row.get("memory_gib") else ""
     limits = [model.get("pos")]

@@ -27,7 +27,7 @@ SHAPES = {
 NONE = "none"  # the cell of a language without such a kernel
 # Why a language lacks the other ops, under the tables
 ABSENT = {
-    "Gluon": "written where Triton leaves the tensor cores waiting; kernels=gluon takes Triton for the other ops",
+    "Gluon": "only where Triton's kernels keep the tensor cores waiting; elsewhere kernels=gluon takes Triton",
     "Helion": "not written: norm, rope, glu and loss show the language",
     "cuTile": "not written: the ops that it has show the language",
     "TileLang": "not written: the ops that it has show the language",

@@ -52,7 +52,7 @@ def preset_of(row: dict) -> str:
 
 
 def preset_of_size(size: str) -> str:
-    """Return the first preset with a size such as "124M", or whose name ends so, as gpt2_350m; else the text itself."""
+    """Return the first preset of a size such as "124M", or with this ending (gpt2_350m: "350M"), or else the text."""
     near = [name for count, name in sorted(preset_sizes().items(), key=lambda item: item[1]) if size == millions(count)]
     named = [name for name in presets() if size and name.endswith(f"_{size.lower()}")]
     return next(iter([*near, *named]), size)

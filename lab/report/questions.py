@@ -213,10 +213,10 @@ def fastest(device: str) -> str:
 
 
 def peers(device: str) -> str:
-    """Return a line for each other system that trained a column's model, the fastest first, beside our fastest in bf16.
+    """Return a line for each other system that trained a column's model: its speed, and our fastest in bf16 beside it.
 
-    Both sides are of the newest sitting that has the system and rows of ours. If it is not the column's, the line names
-    its commit.
+    The fastest system is first. Both sides are of the newest sitting that has the system and rows of ours. If it is not
+    the column's, the line names its commit.
     """
     lines, oldest_first = [], sorted(sittings(device), key=lambda runs: first_row(runs)["started"])
     for model, column in columns(device).items():
@@ -268,7 +268,7 @@ def searches(device: str) -> list[dict]:
 
 
 def search_label(row: dict) -> str:
-    """Return "checkpointing=block", or without checkpoints the name in CHOICES, or kernels and attention, and pos=rope.
+    """Return "checkpointing=block"; without checkpoints the name in CHOICES, or else kernels, attention and pos=rope.
 
     Then the model, if it is not GPT-2 124M.
     """
@@ -370,7 +370,7 @@ def full_first(figures: Iterable[Figure | None]) -> list[Figure | None]:
 
 
 def picture_colours(runs: Runs) -> dict[str, str]:
-    """Return a colour for each choice: its own, or its family's. A decoder or a checkpointing has none of these."""
+    """Return a colour for each choice: its own, or its family's. Decoders and checkpointing get others."""
     fixed: dict[str, str] = {}
     for name, each in runs.items():
         family = "" if name.startswith("checkpointing=") else kernels_family(choice_name(each[0]))

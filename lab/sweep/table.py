@@ -26,7 +26,7 @@ def speed(row: dict) -> float | None:
 
 
 def has_failed(row: dict) -> bool:
-    """Return whether the run ended with an error, or its proof or a kernel's contract failed: its log.txt says more.
+    """Return whether the run raised an error (`failed`) or computed wrong results (`wrong`). Its log.txt says more.
 
     A backend that cannot run (`unavailable`) and a full memory (`oom`) are no failures.
     """

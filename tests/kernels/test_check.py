@@ -128,3 +128,20 @@ def test_new_memory_is_nan_however_a_kernel_allocates_it():
         new = torch.empty(2), torch.empty_like(x), torch.empty_strided((2, 3), (3, 1)), x.new_empty(4)
         assert torch.empty(2, dtype=torch.int32).dtype == torch.int32
     assert all(tensor.isnan().all() for tensor in new)
+
+
+def test_a_part_along_a_direction_is_compared():
+    """1,000 of 100,000 elements are off by 0.0025: less than bf16's rounding, and 0.000025 of the scale.
+
+    Along a direction without a part there is nothing to compare.
+    """
+    exact, off = torch.ones(100_000, dtype=torch.float64), torch.ones(100_000)
+    off[:1000] = 1.0025
+    eager, truth, inputs = {"out0": exact.float()}, {"out0": exact}, {"x": torch.ones(2, 3)}
+    arguments = eager, truth, inputs, torch.bfloat16
+    direction, orthogonal = torch.zeros(100_000), torch.zeros(100_000)
+    direction[:1000], orthogonal[:2] = 1.0, torch.tensor([1.0, -1.0])
+    assert broken_rule({"out0": off}, *arguments) is None
+    assert broken_rule({"out0": off}, *arguments, along={"out0": orthogonal}) is None
+    reason = broken_rule({"out0": off}, *arguments, along={"out0": direction})
+    assert reason.startswith("out0: its part along the input is off by 0.0025, more than 2 x eager's 0 + 0.00169")

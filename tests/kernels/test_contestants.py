@@ -752,7 +752,7 @@ def test_other_widths_in_cutile(case, packages):
 
 
 def test_queries_beyond_the_last_one_in_cutile(packages):
-    """They fill a tile, and must add nothing: with one key each, the key of a query beyond the last is beyond Tk."""
+    """Rows beyond the last query must add nothing. With window=1 their only key would be beyond Tk."""
     inputs = contract("attention").inputs((1, 5, 2, 64), keys=128, window=1, dtype=torch.float16)
     assert why_wrong("attention", "cutile", backend("attention", "cutile").attention, inputs, torch.float16) is None
 

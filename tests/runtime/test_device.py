@@ -101,7 +101,7 @@ def test_the_peak_of_another_library_is_added(monkeypatch):
 
 def test_a_full_memory_of_xla_is_one_line():
     text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nBufferAssignment: ..."
-    lower = r"^out of memory with T=8: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes\.; lower T$"
+    lower = r"^out of memory with T=8: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes; lower T$"
     with pytest.raises(device.OutOfMemory, match=lower), device.explain_out_of_memory("T=8", "T"):
         raise RuntimeError(text)  # JaxRuntimeError is one
     with pytest.raises(RuntimeError, match="INTERNAL"), device.explain_out_of_memory("T=8", "T"):

@@ -67,7 +67,7 @@ def test_a_copy_without_git_says_why_its_kernels_are_new(monkeypatch):
     monkeypatch.setattr(supervise, "world_size", lambda: 2)
     for module in (supervise, new_backends):
         monkeypatch.setattr(module, "tracked_files", frozenset)
-    with pytest.raises(UserError, match=r"norm=eager, .* \(new because git knows no file of this copy; after git init"):
+    with pytest.raises(UserError, match=r"norm=eager, .* \(git tracks no file here, so all kernels count as new"):
         takes_over(config(*QUICK, "proof=true"))
 
 

@@ -4,7 +4,7 @@ import json
 
 from lab import rows as lab_rows
 from lab.report.describe import newest_searches, search_settings
-from lab.report.max_context_table import max_context
+from lab.report.max_context_table import max_context, max_context_table
 from lab.report.readmes import fill
 from tests.lab.report.sample_rows import make_context_row
 
@@ -62,6 +62,16 @@ def test_a_newer_search_of_one_mode_hides_no_length_of_the_other(monkeypatch, tm
     table = max_context("h200")
     assert "stopped" not in table
     assert table.count("| gpt2_124m ") == 2
+
+
+def test_a_replaced_length_takes_its_other_figures_along():
+    """The tokens that a generation computed are compared with its longest, which is gone."""
+    both = make_context_row("eager", "sdpa", 2048, 8192) | {"context/generate/computed": 1024}
+    newer = make_context_row("eager", "sdpa", None, 4096)
+    del newer["context/max_train"]
+    table = max_context_table([both, newer])
+    assert "2,048" in table
+    assert "computed" not in table
 
 
 def test_a_search_with_an_fp8_cache_does_not_hide_one_without():
