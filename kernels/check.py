@@ -213,8 +213,8 @@ def broken_rule(
     """Return, in one line, why the first wrong result breaks the rule, or None if every result is right.
 
     `results` and `eager` come from outputs_and_gradients(), and `truth` from exact_results(). `slack` multiplies every
-    bound: on new random inputs, the largest error of a right backend and that of eager vary. `along` maps the
-    name of a result to a direction of the same shape.
+    bound: on new random inputs, the largest error of a right backend and that of eager vary. `along` maps the name of a
+    result to a direction of the same shape.
     rounding_error() is relative, so it is multiplied by a scale: the largest absolute value of the exact result. An
     exact result of zeros has no scale of its own: its terms cancel, but their rounding errors do not. Its scale is the
     largest absolute value of all exact results.

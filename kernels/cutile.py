@@ -67,5 +67,4 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> None:
     make_context_current()
     # DLPack refuses a tensor that needs a gradient
     values = tuple(value.detach() if isinstance(value, Tensor) else value for value in arguments.values())
-    device = next(value.device for value in values if isinstance(value, Tensor))
-    tile.launch(torch.cuda.current_stream(device), grid, kernel, values)
+    tile.launch(torch.cuda.current_stream(), grid, kernel, values)

@@ -169,6 +169,7 @@ compile_modes() {
     part compile-modes train.py -m +experiment=throughput model=gpt2_124m,smollm2_135m train.block_size=1024 \
         precision=bf16 kernels=compile attn=sdpa kernels.compile_mode=$modes train.max_steps=25 proof=false
 }
+
 # The tables of languages in results/README.md, on one GPU: about 20 minutes of kernels and 20 of steps (estimates). A
 # shorter session measures a part: ops="norm mlp" scripts/measure.sh languages_kernels, and
 # models=gpt2_124m scripts/measure.sh languages_steps. All rows must be of one commit and of six hours

@@ -112,10 +112,10 @@ def inputs(
     size = (n, rows, columns) if contiguous else (n, rows, columns + 8)
     matrices = scale * torch.randn(size, generator=generator, device=device)
     if spectrum:
-        left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+        left, _, right = torch.linalg.svd(matrices, full_matrices=False)
         first, last = map(math.log10, spectrum)
-        values[:] = torch.cat([values.new_ones(1), torch.logspace(first, last, values.shape[1] - 1, device=device)])
-        matrices = left * values[:, None] @ right
+        others = torch.logspace(first, last, min(rows, columns) - 1, device=device)
+        matrices = left * torch.cat([others.new_ones(1), others]) @ right
     return {"matrices": matrices.to(dtype)[..., :columns]}
 
 

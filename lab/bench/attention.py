@@ -9,7 +9,7 @@ from kernels.attention.auto import attention_kind, entry_name
 from kernels.check import rounding_error
 from kernels.compat import FakeTensorMode
 from kernels.fastest import record_fastest
-from kernels.registry import KernelError, Unavailable, contract, describe, load, missing_argument
+from kernels.registry import KernelError, contract, describe, load, missing_argument
 from kernels.speeds import store_speeds
 from lab.bench.op import (
     DTYPES,
@@ -164,8 +164,6 @@ def measure(
                 prepared = prepare(name, function, row, shape, length, device)
         except OutOfMemory as full:
             row["status"] = full.status
-        except (Unavailable, WrongAnswer) as reason:
-            row["status"] = f"{reason.status}: {reason}"
         except Exception as error:  # a library's kernel may raise anything; the others go on
             row["status"] = status_of(error)
         else:

@@ -199,9 +199,9 @@ def last_queries(function: Callable, reference: Callable, inputs: dict, exact: d
 
 
 def status_of(error: Exception) -> str:
-    """Return a contestant's status: "unavailable: ...", "oom: ..." or "failed: ..."."""
-    if isinstance(error, Unavailable):
-        return f"unavailable: {error}"
+    """Return a contestant's status: "unavailable: ...", "wrong: ...", "oom: ..." or "failed: ..."."""
+    if status := getattr(error, "status", None):
+        return f"{status}: {error}"
     return f"{'oom' if is_out_of_memory(error) else 'failed'}: {class_and_message(error)}"
 
 

@@ -121,7 +121,7 @@ def install(monkeypatch) -> None:
     compiler = ModuleType("cuda.tile._compile")
     compiler._find_compiler_bin = None
     monkeypatch.setitem(sys.modules, "cuda.tile._compile", compiler)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     for name in ("kernels._cutile_sums", *(f"kernels.{op}._cutile" for op in ("norm", "linear", "attention"))):
         monkeypatch.setitem(sys.modules, name, None)  # it is restored at the end
         del sys.modules[name]
