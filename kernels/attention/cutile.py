@@ -24,7 +24,6 @@ documents are not supported.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 import triton
@@ -58,14 +57,6 @@ def tile_of(kernel: str, q: Tensor) -> tuple[int, int, int]:
     return *sizes, width
 
 
-def start(name: str, kernel: Callable, causal: bool, scale: float, window: int, **tensors: Tensor) -> None:
-    """Launch a kernel with a block for each tile of queries, or in dkdv for each tile of keys."""
-    M, N, D = tile_of(name, tensors["q"])
-    (B, T, H, _), rows = (tensors["k"].shape, N) if name == "dkdv" else (tensors["q"].shape, M)
-    grid = triton.cdiv(T, rows), H, B
-    launch(kernel, grid, **tensors, scale=scale, window=window, M=M, N=N, D=D, CAUSAL=causal)
-
-
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> out (B, Tq, H, D), lse (B, H, Tq rounded up to a multiple of 4) fp32.
 
@@ -74,8 +65,24 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, 
     from kernels.attention._cutile import cutile_attention_fwd
 
     q, k, v = map(align_rows, (q, k, v))
+    B, Tq, H, _ = q.shape
     out, lse = empty_outputs(q)
-    start("fwd", cutile_attention_fwd, causal, scale, window, q=q, k=k, v=v, out=out, lse=lse)
+    M, N, D = tile_of("fwd", q)
+    launch(
+        cutile_attention_fwd,
+        (triton.cdiv(Tq, M), H, B),
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        scale=scale,
+        window=window,
+        M=M,
+        N=N,
+        D=D,
+        CAUSAL=causal,
+    )
     return out, lse
 
 
@@ -96,9 +103,47 @@ def launch_backward(
     grads = gradient_buffer(q, k)
     dq, dk, dv = gradient_views(grads, q, k)
     q, k, v, dout, out = *map(align_rows, (q, k, v)), dout.contiguous(), out.contiguous()
-    delta, options = torch.empty_like(lse), (causal, scale, window)
-    start("dq", cutile_attention_dq, *options, q=q, k=k, v=v, out=out, dout=dout, lse=lse, delta=delta, dq=dq)
-    start("dkdv", cutile_attention_dkdv, *options, q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dk=dk, dv=dv)
+    B, Tq, H, _ = q.shape
+    Tk, Hkv = k.shape[1:3]
+    delta = torch.empty_like(lse)
+    M, N, D = tile_of("dq", q)
+    launch(
+        cutile_attention_dq,
+        (triton.cdiv(Tq, M), H, B),
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        dout=dout,
+        lse=lse,
+        delta=delta,
+        dq=dq,
+        scale=scale,
+        window=window,
+        M=M,
+        N=N,
+        D=D,
+        CAUSAL=causal,
+    )
+    M, N, D = tile_of("dkdv", q)
+    launch(
+        cutile_attention_dkdv,
+        (triton.cdiv(Tk, N), Hkv, B),
+        q=q,
+        k=k,
+        v=v,
+        dout=dout,
+        lse=lse,
+        delta=delta,
+        dk=dk,
+        dv=dv,
+        scale=scale,
+        window=window,
+        M=M,
+        N=N,
+        D=D,
+        CAUSAL=causal,
+    )
     return grads
 
 
