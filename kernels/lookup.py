@@ -33,8 +33,9 @@ class KernelError(ValueError):
 
 def files(op: str) -> list[str]:
     """Return the names of the op's files, which are the backends of this repo."""
-    paths = (ROOT / op).glob("[!_]*.py")
-    return sorted(path.stem for path in paths if path.is_file() and path.stem.isidentifier())
+    with os.scandir(ROOT / op) as entries:  # a glob asks the disk for each file, and a config needs this list 300 times
+        names = [entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") and entry.is_file()]
+    return sorted(name for name in names if name.isidentifier() and not name.startswith("_"))
 
 
 @functools.cache

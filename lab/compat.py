@@ -4,11 +4,12 @@ tests/lab/test_compat.py fails if one of these parts stops working or is no long
 tested versions.
 """
 
+import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves  # noqa: F401  torch.utils has no pu
 
 from kernels.compat import FakeTensorMode
 
-INDUCTOR_CONFIG = "torch._inductor.config"  # by name, because its import takes a second and train.py does not need it
+INDUCTOR_CONFIG = "torch._inductor.config"  # by name, because its import takes 1 to 2 s, and train.py does not need it
 
 
 @contextmanager
@@ -44,9 +45,12 @@ def fake_tensors() -> Iterator[None]:
 def compile_without_workers() -> None:
     """Let torch.compile compile in this process, without its pool of worker processes.
 
-    The pool takes seconds to start, and may outlive this process. torch.compiler.config has no such option.
+    The pool takes seconds to start, and may outlive this process. torch.compiler.config has no such option. Many
+    processes never compile, so Inductor is not imported here: it reads the environment variable at its import.
     """
-    import_module(INDUCTOR_CONFIG).compile_threads = 1
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    if INDUCTOR_CONFIG in sys.modules:
+        sys.modules[INDUCTOR_CONFIG].compile_threads = 1
 
 
 def custom_op_function(name: str) -> Callable | None:

@@ -1,9 +1,13 @@
 """Each private part in lab/compat.py still works, and is still needed. A failure says what to change there."""
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from kernels.compat import FakeTensorMode, TorchDispatchMode
 from lab import compat
 from lab.proof.memory import MemoryUsage
 
+ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -130,6 +135,18 @@ def test_inductor_compiles_without_workers():
         assert get_compile_threads() == 2
         compat.compile_without_workers()
         assert get_compile_threads() == 1
+
+
+def test_inductor_compiles_without_workers_if_it_is_imported_later():
+    program = (
+        "import sys; from lab import compat; compat.compile_without_workers(); "
+        f"assert '{compat.INDUCTOR_CONFIG}' not in sys.modules; "
+        "from torch._inductor.async_compile import get_compile_threads; assert get_compile_threads() == 1"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_COMPILE_THREADS"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_there_is_still_no_public_option_for_the_workers():

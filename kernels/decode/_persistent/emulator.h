@@ -58,6 +58,8 @@ struct BlockState {
 struct Fiber {
   int block, thread, parity = 0;
   bool started = false, finished = false;
+  const u32* rounds = nullptr;  // the meeting's counter; the fiber waits while it equals `round`
+  u32 round;
   ucontext_t context;
   jmp_buf state;
   char* stack = new char[STACK];
@@ -84,10 +86,12 @@ inline void yield() {
   if (_setjmp(current->state) == 0) _longjmp(scheduler, 1);
 }
 
+inline bool waits(const Fiber& fiber) { return fiber.rounds && *fiber.rounds == fiber.round; }
+
 inline void meet(Meeting& meeting) {
-  const u32 round = meeting.rounds;
+  current->rounds = &meeting.rounds, current->round = meeting.rounds;
   if (++meeting.arrived == meeting.count) meeting.arrived = 0, ++meeting.rounds;
-  while (meeting.rounds == round) yield();
+  if (waits(*current)) yield();
 }
 
 inline BlockState& block() { return blocks[current->block]; }
@@ -152,7 +156,7 @@ inline bool run(void (*body)(const void*), const void* a, int shared_bytes, int 
     finish_copies();
     for (u32 i = 0; i < order.size();) {
       std::swap(order[i], order[i + random(order.size() - i)]);
-      if (is_awake(fibers[order[i]])) resume(fibers[order[i]]);
+      if (is_awake(fibers[order[i]]) && !waits(fibers[order[i]])) resume(fibers[order[i]]);
       if (fibers[order[i]].finished) {
         order[i] = order.back();
         order.pop_back();
