@@ -5,25 +5,41 @@ const style = getComputedStyle(document.documentElement);
 const [ink, quiet, grid] = ["--ink", "--quiet", "--grid"].map((name) => style.getPropertyValue(name).trim());
 const hover = document.getElementById("hover");
 const touch = matchMedia("(pointer: coarse)").matches;
+const FEW_BARS = 12;
 
 // Returns whether the filters show an object with these settings. A filter ignores a setting that is "".
 function isShown(settings) {
   return Object.entries(filters).every(([key, { value }]) => !value || !settings[key] || settings[key] === value);
 }
 
-// Returns the trace with the points that the filters show, or null if they show none. It filters every array whose
-// length is the number of points. A point's origin is [lines of text, command, preset, precision].
+// Returns the trace with the points that the filters show, or null if they show none. A point's origin is
+// [lines of text, command, preset, precision].
 function filterTrace(trace) {
   const isOriginShown = ([, , preset, precision]) => isShown({ preset, precision });
   if (trace.meta) return isOriginShown(trace.meta) ? trace : null;
-  if (!trace.customdata) return trace;
-  const flags = trace.customdata.map(isOriginShown);
+  return trace.customdata ? keep(trace, trace.customdata.map(isOriginShown)) : trace;
+}
+
+// Returns the trace with only the points whose flag is true, or null if none is. It filters each array as long as flags.
+function keep(trace, flags) {
   const filter = (value) => {
     if (Array.isArray(value)) return value.length === flags.length ? value.filter((_, i) => flags[i]) : value;
     if (!value || typeof value !== "object") return value;
     return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, filter(item)]));
   };
   return flags.some(Boolean) ? filter(trace) : null;
+}
+
+// Returns the traces with only their first categories, and shows the button for all. Eighty bars are 4,000 pixels high.
+function shorten(section, traces, order) {
+  const present = new Set(traces.flatMap((trace) => trace.y)), button = section.querySelector(".all");
+  const categories = order.filter((category) => present.has(category));
+  button.hidden = categories.length <= FEW_BARS;
+  if (button.hidden) return traces;
+  button.textContent = section.dataset.all ? `Show the first ${FEW_BARS}` : `Show all ${categories.length}`;
+  if (section.dataset.all) return traces;
+  const shown = new Set(categories.slice(0, FEW_BARS));
+  return traces.map((trace) => keep(trace, trace.y.map((category) => shown.has(category)))).filter(Boolean);
 }
 
 // The marks of a legend: Plotly's names of symbols and of dashes -> characters.
@@ -49,7 +65,7 @@ function legend(traces) {
 }
 
 function plotLayout(figure, traces, width) {
-  const categories = new Set(traces.flatMap((trace) => trace.y)).size, narrow = width < 480;
+  const categories = new Set(traces.flatMap((trace) => trace.y)), narrow = width < 480;
   const layout = structuredClone(figure.layout);
   for (const key of Object.keys(layout).filter((key) => /axis/.test(key))) {
     layout[key] = { gridcolor: grid, zerolinecolor: grid, automargin: true, fixedrange: touch, ...layout[key] };
@@ -57,12 +73,13 @@ function plotLayout(figure, traces, width) {
   }
   if (figure.row) {
     const ticks = { ticks: "outside", ticklen: 6, tickcolor: "rgba(0,0,0,0)", tickfont: { size: narrow ? 11 : 12 } };
-    Object.assign(layout.yaxis, { showgrid: false, ...ticks });
+    const categoryarray = layout.yaxis.categoryarray.filter((category) => categories.has(category)); // others leave gaps
+    Object.assign(layout.yaxis, { showgrid: false, categoryarray, ...ticks });
     if (narrow) for (const key of ["tickvals", "ticktext"]) layout.xaxis[key] = layout.xaxis[key]?.filter((_, i) => i % 2 === 0);
   }
   return {
     ...layout,
-    height: figure.row ? figure.row * categories + 60 : 360,
+    height: figure.row ? figure.row * categories.size + 60 : 360,
     margin: { l: 8, r: 14, t: 8, b: 44 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: ink, size: 12, family: getComputedStyle(document.body).fontFamily },
@@ -72,10 +89,11 @@ function plotLayout(figure, traces, width) {
 
 function drawPanel(name, figure) {
   const section = document.getElementById(name), plot = section.querySelector(".plot");
-  const traces = figure.data.map(filterTrace).filter(Boolean);
+  let traces = figure.data.map(filterTrace).filter(Boolean);
   const empty = !traces.some((trace) => trace.meta || trace.customdata);
   section.classList.toggle("empty", empty);
   if (empty) return;
+  if (figure.row) traces = shorten(section, traces, figure.layout.yaxis.categoryarray);
   for (const trace of traces) // a phone shows no interval
     if (trace.text && plot.clientWidth < 480) trace.text = trace.text.map((text) => text.replace(/ \(.*\)/, ""));
   section.querySelector(".legend").replaceChildren(...legend(traces));
@@ -164,4 +182,11 @@ document.querySelectorAll("select").forEach((select) => {
   select.parentElement.hidden = select.options.length < 3; // "all" and one value
 });
 document.addEventListener("click", (event) => copy(event.target.dataset.command));
+document.querySelectorAll(".all").forEach((button) =>
+  button.addEventListener("click", () => {
+    const { id, dataset } = button.parentElement;
+    dataset.all = dataset.all ? "" : "yes";
+    drawPanel(id, figures[id]);
+  }),
+);
 start();

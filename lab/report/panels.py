@@ -115,7 +115,7 @@ def memory_figure(choices: list[Choice]) -> Figure | None:
     series, fills = [], part_colours(MEMORY_PARTS)
     for (part, side), points in bars.items():
         series.append(Series(part, "bars", points, fills[part], side=side, opacity=MEMORY_SIDES[side]))
-    return figure("GiB", "", series, row=60)
+    return figure("GiB", "", series, row=60, categories=list(map(axis_label, choices)))
 
 
 def tradeoff_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
@@ -147,7 +147,7 @@ def families_figure(choices: list[Choice]) -> Figure | None:
     order = [family for family, _ in total.most_common()]
     fills = part_colours(order)
     series = [Series(name, "bars", points.get(name, []), fills.get(name, GRID)) for name in [*order, "idle"]]
-    return figure("ms", "", series, row=44)
+    return figure("ms", "", series, row=44, categories=list(map(axis_label, choices)))
 
 
 class LossCurve(NamedTuple):

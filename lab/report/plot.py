@@ -65,6 +65,7 @@ class Figure:
     below: list[Series] = field(default_factory=list)  # over the same x
     y_below: str = ""
     row: int = 0  # the pixels of a category; 0: y is a number
+    categories: list[str] = field(default_factory=list)  # from top to bottom; []: in the order of the points
     log: dict[str, int | str] = field(default_factory=dict)  # "x" or "y" -> the distance of ticks as Plotly writes it
     octaves: float = 0  # a logarithmic x axis with ticks at powers of two, and this many octaves beside the points
     title: str = ""  # of the PNG
@@ -98,7 +99,9 @@ def plotly(figure: Figure) -> dict:
     layout = {"xaxis": xaxis, "yaxis": yaxis, "barmode": "stack"}
     data = [trace(series) for series in figure.series]
     if figure.row:
+        categories = figure.categories or [point.y for series in figure.series for point in series.points]
         yaxis |= {"autorange": "reversed", "type": "category"}
+        yaxis["categoryarray"] = [*dict.fromkeys(map(markup, categories))]
         xaxis |= {"rangemode": "tozero"}
     if figure.octaves:
         ticks, texts, ends = octave_ticks(figure)

@@ -78,12 +78,15 @@ class ReportSource:
 
 
 def sort_measured(choices: list[Choice]) -> list[Choice]:
-    """Return the choices with a speed, by preset (tiny, for tests, comes last), precision and sizes, fastest first."""
+    """Return the choices with a speed, by preset (tiny, for tests, comes last), precision and sizes, fastest first.
+
+    bf16 comes before the other precisions: most rows are in bf16, and a reader sees the first bars only.
+    """
 
     def order(choice: Choice) -> tuple:
         sizes = (sequences(choice.row), prompt_tokens(choice.row)) if choice.generates else ()
         preset = choice.preset == "tiny", len(choice.preset), choice.preset
-        return *preset, choice.precision, *sizes, -choice.comparable_speed
+        return *preset, choice.precision != "bf16", choice.precision, *sizes, -choice.comparable_speed
 
     return sorted((choice for choice in choices if choice.speed), key=order)
 

@@ -32,6 +32,11 @@ def source(tmp_path_factory):
     return source
 
 
+def number_of_two_runs(source):
+    """Return the index in measured_choices of a choice with two runs."""
+    return [choice.title for choice in source.measured_choices].index("triton + compile · flash (gpt2_124m · amp)")
+
+
 def drawn_traces(tab):
     """Return the id of each panel -> its traces in Plotly."""
     return tab.evaluate(
@@ -49,7 +54,7 @@ def test_every_panel_shows_its_rows(source, open_page):
     measured, rows = source.measured_choices, [choice.row for choice in source.measured_choices]
     assert len(measured) == 12
     assert traces["speed"][0]["x"] == [choice.speed for choice in measured]
-    two_runs = measured[0]
+    two_runs = measured[number_of_two_runs(source)]
     assert two_runs.speed == statistics.fmean(row["perf/tokens_per_sec"] for row in two_runs.rows)
     assert sorted(two_runs.spread) == sorted(row["perf/tokens_per_sec"] for row in two_runs.rows)
 
@@ -108,15 +113,16 @@ def test_filters_act_on_every_panel(source, open_page):
 
 def test_a_hover_shows_all_figures_and_a_click_copies_the_command(source, open_page):
     tab = open_page(source.folder)
-    tab.locator("#speed .barlayer .point path").first.scroll_into_view_if_needed()
-    bar = tab.locator("#speed .barlayer .point path").first.bounding_box()
+    number = number_of_two_runs(source)
+    tab.locator("#speed .barlayer .point path").nth(number).scroll_into_view_if_needed()
+    bar = tab.locator("#speed .barlayer .point path").nth(number).bounding_box()
     place = bar["x"] + 0.8 * bar["width"], bar["y"] + bar["height"] / 2
     tab.mouse.move(*place)
     tab.wait_for_selector("#hover.on")
     text = tab.inner_text("#hover")
-    best, fourth = source.measured_choices[0], source.measured_choices[3]
+    two_runs, fourth = source.measured_choices[number], source.measured_choices[3]
     for part in (
-        f"tokens/s {best.speed:,.0f}",
+        f"tokens/s {two_runs.speed:,.0f}",
         "2 runs",
         "peak GiB 19.4",
         "parity holds",
@@ -126,8 +132,8 @@ def test_a_hover_shows_all_figures_and_a_click_copies_the_command(source, open_p
         assert part.replace(" ", "") in text.replace(" ", "")
     tab.mouse.click(*place)
     tab.wait_for_selector("#toast.on")
-    assert best.command in tab.inner_text("#toast")
-    assert best.command.endswith(" kernels=triton kernels.compile=true attn=flash precision=amp")
+    assert two_runs.command in tab.inner_text("#toast")
+    assert two_runs.command.endswith(" kernels=triton kernels.compile=true attn=flash precision=amp")
     button = tab.locator("#choices tr[data-preset] .copy").nth(3)
     assert button.get_attribute("data-command") == fourth.command
     button.click()
@@ -210,7 +216,9 @@ def test_a_folder_in_results_has_a_report(open_page, tmp_path):
     rows = [row for row in rows if "perf/laps_s" not in row]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _, source = write_report(folder)
-    traces = drawn_traces(open_page(folder))
+    tab = open_page(folder)
+    tab.locator("#speed .all").click()  # the figure opens with its first bars
+    traces = drawn_traces(tab)
     complete = [row for row in rows if row["status"] == "ok" and not row["config"]["train"]["eval_every"]]
     speeds = [row["perf/tokens_per_sec"] for row in complete if row["perf/tokens_per_sec"]]  # one row has one step
     assert sorted(traces["speed"][0]["x"]) == sorted(speeds)
@@ -245,7 +253,7 @@ def test_report_md_has_the_table_the_pictures_and_the_failures(source):
     assert "\n\nEach choice is compared with the baseline of its settings" in text
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     cells = next(cells for cells in table if cells[0].startswith("triton + compile · flash (gpt2_124m · amp)"))
-    assert str(source.measured_choices[0].ratio) in cells[2]
+    assert str(source.measured_choices[number_of_two_runs(source)].ratio) in cells[2]
     assert "2 runs" in cells[1]
     parity = "holds, loss 2.1e-03 of 1.0e-02, gradient 3.4e-03 of 2.0e-02"
     assert cells[3:] == ["50.0%", "19.4", "24.1 s", "5.800", "cold", parity]

@@ -12,7 +12,8 @@ import pytest
 from lab.judge.verdict import trained_settings
 from lab.report.colours import BACKEND_COLOURS, GREY, PART_COLOURS, contrast, text_on
 from lab.report.page import links, render_page, write_report
-from lab.report.plot import Figure, Point, Series, line, make_origin, value_table
+from lab.report.panels import axis_label
+from lab.report.plot import Figure, Point, Series, line, make_origin, markup, value_table
 from lab.report.recommendations import recommendations
 from lab.report.source import read_source
 from tests.lab.report.sample_rows import write_sweep
@@ -244,6 +245,39 @@ def test_a_long_table_is_closed_and_says_what_is_in_it(open_page, largest_page, 
     tab.locator("#choices summary").click()
     assert tab.locator("#choices tr[data-preset]:visible").count() == few > 0
     assert not tab.locator("#speed.empty").count()
+
+
+def profile(choice):
+    return (choice.row.get("receipt") or {}).get("families")
+
+
+@pytest.mark.exhaustive
+def test_a_long_figure_shows_its_first_bars_until_a_click_shows_all(open_page, largest_page, tmp_path):
+    """The bars took 9,000 of the page's 17,000 pixels. If a filter leaves 12 bars or fewer, there is no button."""
+    (tmp_path / "report.html").write_text(largest_page)
+    tab = open_page(tmp_path)
+    source = read_source(ROOT / "results/h200")
+    height = tab.evaluate("document.documentElement.scrollHeight")
+    trained, generated = source.measured_choices, source.measured_generations
+    profiled = [[choice for choice in each if profile(choice)] for each in (trained, generated)]
+    with_parts = [choice for choice in trained if choice.row.get("memory")]
+    figures = {"speed": trained, "memory": with_parts, "families": profiled[0], "decoding": profiled[1]}
+    for panel, choices in figures.items():
+        button = tab.locator(f"#{panel} .all")
+        drawn = f"new Set(document.querySelector('#{panel} .plot').data.flatMap(({{ y }}) => y)).size"
+        assert tab.evaluate(drawn) == 12
+        first = [*dict.fromkeys(markup(axis_label(choice)) for choice in choices)][:12]
+        assert tab.evaluate(f"document.querySelector('#{panel} .plot').layout.yaxis.categoryarray") == first
+        count = int(button.inner_text().removeprefix("Show all "))
+        button.click()
+        assert tab.evaluate(drawn) == count > 12
+        assert button.inner_text() == "Show the first 12"
+    assert tab.evaluate("document.documentElement.scrollHeight") > height + 4000
+    tab.locator("#speed .all").click()
+    speeds = tab.evaluate("document.querySelector('#speed .plot').data[0].x")
+    assert speeds == [choice.speed for choice in source.measured_choices[:12]]
+    tab.select_option("#preset", "tiny")
+    assert not tab.locator("#speed .all").is_visible()
 
 
 @pytest.mark.exhaustive
