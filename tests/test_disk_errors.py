@@ -117,8 +117,8 @@ def assert_honest(hit, code, out, err):
 @pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_one_failing_write(hotswap, disk, tmp_path, resumed, stays):
-    """Every 20th write. With `stays`, the disk stays full, and nothing is written any more."""
-    walk(hotswap, disk, resumed, stays, errno.ENOSPC, step=20)
+    """Every 40th write. With `stays`, the disk stays full, and nothing is written any more."""
+    walk(hotswap, disk, resumed, stays, errno.ENOSPC, step=40)
 
 
 @pytest.mark.exhaustive
@@ -194,11 +194,11 @@ def test_every_third_failing_write_of_another_command(commands, disk, name):
         assert (code, errors, "done     " in out) == (1, 1, False), (hit, err)
 
 
-def test_each_failing_write_of_a_sweep(hotswap, disk, monkeypatch):
+def test_every_third_failing_write_of_a_sweep(hotswap, disk, monkeypatch):
     """The writes are the sweep's own, and its jobs fail at once. It ends, as no later job could leave a row."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     sweep = "-m", "+experiment=smoke", "attn=eager,sdpa", "out_dir=run"
-    for number in itertools.count(1):
+    for number in itertools.count(1, 3):
         shutil.rmtree("run", ignore_errors=True)
         hit, code, out, err = run_with_failing_write(lambda: hotswap(*sweep), disk, number, errno.ENOSPC, True)
         if not hit:

@@ -136,9 +136,13 @@ def paths_of(facts, path=()):
 
 
 def mutations(facts):
-    """Yield what is changed, and the facts with one key missing, renamed, or with a wrong value."""
-    for *parents, key in paths_of(facts):
-        for value in ("missing", "renamed", *WRONG):
+    """Yield what is changed, and the facts with one key missing, renamed, or with a wrong value.
+
+    A key inside a group gets a third of the changes. All changes would take 25 s on one core.
+    """
+    changes = "missing", "renamed", *WRONG
+    for number, (*parents, key) in enumerate(paths_of(facts)):
+        for value in changes[number % 3 :: 3] if parents else changes:
             changed = copy.deepcopy(facts)
             group = changed
             for parent in parents:

@@ -15,7 +15,7 @@ from tests.test_train import row
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_python")
 def test_every_flip_of_a_sharded_checkpoint_is_found_and_the_job_goes_on_before_it(tmp_path, monkeypatch):
-    """A flip anywhere in any file of it, and a cut. The job resumes from the checkpoint before it, bit for bit."""
+    """Nine random flips in each file of it, and a cut. The job resumes from the checkpoint before it, bit for bit."""
     monkeypatch.chdir(tmp_path)
     settings = *BASE, "parallel=fsdp", "train.sharded_checkpoints=true", "train.checkpoint_every=3"
     settings += "train.sample_tokens=0", "model.dropout=0.1", "train.eval_every=0"
@@ -27,9 +27,9 @@ def test_every_flip_of_a_sharded_checkpoint_is_found_and_the_job_goes_on_before_
     rng = random.Random(1)
     for path in files:
         before = path.read_bytes()
-        for number in range(40):
+        for number in range(10):
             place = rng.randrange(len(before))
-            after = bytearray(before[:place] if number % 10 == 9 else before)
+            after = bytearray(before[:place] if number == 9 else before)
             if len(after) == len(before):
                 after[place] ^= 1 << rng.randrange(8)
             path.write_bytes(after)

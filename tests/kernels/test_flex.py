@@ -66,15 +66,15 @@ def test_block_mask_equals_pytorchs(case):
 def test_forward(case):
     """The output follows the rule inside another torch.compile, without a graph break, and in direct calls.
 
-    The other torch.compile is without Inductor, whose C++ takes 8 s to compile for each case. So there are direct calls
-    for two cases: the kernel for one query, and documents with a window and grouped heads.
+    The other torch.compile is without Inductor, whose C++ takes 8 s to compile for each case. So only the
+    case with one query is also called directly. test_forward_at_any_length calls the other kernel directly.
     """
     inputs = detached(case_inputs("attention", case, torch.float32, "cpu"))
     truth = {"out": contract.reference(**{k: v.double() if k in "qkv" else v for k, v in inputs.items()})}
     eager = {"out": contract.reference(**inputs)}
     torch.compiler.reset()
     functions = [torch.compile(flex.attention, fullgraph=True, backend="aot_eager")]
-    if case in ("decode", "documents_window"):
+    if case == "decode":
         functions.append(flex.attention)
     for function in functions:
         assert_as_good_as_eager({"out": function(**inputs)}, eager, truth, inputs, torch.float32)

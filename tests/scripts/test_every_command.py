@@ -48,7 +48,10 @@ TEXTS = {"prompt", "stop", "training", "logger.notes"}  # these values are no pa
 
 @pytest.mark.parametrize("name", ["config", *(name for name in COMMANDS if (CONFIGS / f"{name}.yaml").exists())])
 def test_every_key_of_every_command_takes_the_home_folder(tmp_path, monkeypatch, name):
-    """A value `~/mine.py` gives the config, or the error, of the absolute path, alone and in a list."""
+    """A value `~/mine.py` gives the config, or the error, of the absolute path.
+
+    Every third key also gets it in a list. With lists for all keys the test would take 50% longer.
+    """
     (tmp_path / "mine.py").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path))
     task = importlib.import_module("train" if name == "config" else f"scripts.{name}").main.new_task()
@@ -66,12 +69,13 @@ def test_every_key_of_every_command_takes_the_home_folder(tmp_path, monkeypatch,
         except ValueError as error:
             return False, str(error)
 
-    for key in leaves(cfg):
+    for number, key in enumerate(leaves(cfg)):
         expected = "~/mine.py" if key in TEXTS else f"{tmp_path}/mine.py"
         accepted, result = outcome(key, "~/mine.py")
         assert (accepted, result) == outcome(key, expected)
         assert expected in result or not accepted
-        assert outcome(key, ["x", "~/mine.py"]) == outcome(key, ["x", expected])
+        if number % 3 == 0:
+            assert outcome(key, ["x", "~/mine.py"]) == outcome(key, ["x", expected])
 
 
 def leaves(cfg, prefix=""):
