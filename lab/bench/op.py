@@ -200,8 +200,8 @@ def last_queries(function: Callable, reference: Callable, inputs: dict, exact: d
 
 def status_of(error: Exception) -> str:
     """Return a contestant's status: "unavailable: ...", "wrong: ...", "oom: ..." or "failed: ..."."""
-    if status := getattr(error, "status", None):
-        return f"{status}: {error}"
+    if isinstance(error, KernelError) and hasattr(error, "status"):  # a library's error may have a `status`, too
+        return f"{error.status}: {error}"
     return f"{'oom' if is_out_of_memory(error) else 'failed'}: {class_and_message(error)}"
 
 

@@ -70,6 +70,9 @@ class Figure:
     octaves: float = 0  # a logarithmic x axis with ticks at powers of two, and this many octaves beside the points
     title: str = ""  # of the PNG
 
+    def ordered_categories(self) -> list[str]:
+        return [*dict.fromkeys(self.categories or [point.y for series in self.series for point in series.points])]
+
 
 @dataclass
 class Panel:
@@ -99,9 +102,8 @@ def plotly(figure: Figure) -> dict:
     layout = {"xaxis": xaxis, "yaxis": yaxis, "barmode": "stack"}
     data = [trace(series) for series in figure.series]
     if figure.row:
-        categories = figure.categories or [point.y for series in figure.series for point in series.points]
         yaxis |= {"autorange": "reversed", "type": "category"}
-        yaxis["categoryarray"] = [*dict.fromkeys(map(markup, categories))]
+        yaxis["categoryarray"] = list(map(markup, figure.ordered_categories()))
         xaxis |= {"rangemode": "tozero"}
     if figure.octaves:
         ticks, texts, ends = octave_ticks(figure)
@@ -158,7 +160,8 @@ def category_table(figure: Figure, series: list[Series]) -> tuple[list[str], lis
             count[column, key] += 1
             empty = ValueLine([" ".join(point.y.split()), *[""] * len(series)], origin.preset, origin.precision)
             lines.setdefault((key, count[column, key]), empty).cells[column] = number(point.x)
-    return ["", *names], list(lines.values())
+    order = figure.ordered_categories()
+    return ["", *names], [lines[key] for key in sorted(lines, key=lambda key: order.index(key[0][0]))]
 
 
 def number(value: float) -> str:

@@ -149,3 +149,11 @@ def test_a_backend_that_cannot_be_imported_is_a_warning(monkeypatch, capsys):
     monkeypatch.setattr(bench, "unavailable", check_backend)
     assert list(bench.available_backends("norm", torch.device("cpu"))) == ["eager"]
     assert capsys.readouterr().err == "warning: kernels/norm/broken.py cannot be imported\n"
+
+
+def test_only_an_error_of_ours_gives_its_status():
+    """A library's error may have a `status`, such as that of HTTP."""
+    error = RuntimeError("no answer")
+    error.status = 404
+    assert bench.status_of(error) == "failed: RuntimeError: no answer"
+    assert bench.status_of(Unavailable("it needs an H100")) == "unavailable: it needs an H100"

@@ -100,6 +100,16 @@ def test_a_figure_of_categories_has_a_line_of_its_table_for_each():
     assert {(line.preset, line.precision) for line in lines} == {("tiny", "bf16")}
 
 
+def test_the_lines_of_a_table_have_the_order_of_the_categories():
+    """A stacked figure whose first series lacks a category had that category last."""
+    series = []
+    for name, values in (("matmul", {"a": 1, "c": 3}), ("norm", {"a": 1, "b": 2, "c": 3})):
+        points = [Point(x, y, make_origin([y], "", "tiny", "bf16")) for y, x in values.items()]
+        series.append(Series(name, "bars", points))
+    _, lines = value_table(Figure("ms", "", series, categories=["a", "b", "c"]))
+    assert [line.cells[0] for line in lines] == ["a", "b", "c"]
+
+
 def test_a_curve_has_its_ends_in_the_table():
     curve = line("fast", {1: 5.0, 2: 4.5, 3: 4.0}, origin=make_origin(["fast"], ""))
     columns, lines = value_table(Figure("step", "loss", [curve], below=[curve], y_below="difference"))
