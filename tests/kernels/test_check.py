@@ -130,6 +130,15 @@ def test_new_memory_is_nan_however_a_kernel_allocates_it():
     assert all(tensor.isnan().all() for tensor in new)
 
 
+def test_what_is_compiled_after_poisoned_memory_may_allocate():
+    """In commit f0e34a1 Dynamo could no longer trace torch.empty_like ("call function marked as skipped")."""
+    torch._dynamo.trace_rules.clear_lru_cache()
+    with poisoned_memory():
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    halved = torch.compile(lambda x: torch.div(x, 2, out=torch.empty_like(x)), backend="eager", fullgraph=True)
+    assert halved(torch.ones(2)).tolist() == [0.5, 0.5]
+
+
 def test_a_part_along_a_direction_is_compared():
     """1,000 of 100,000 elements are off by 0.0025: less than bf16's rounding, and 0.000025 of the scale.
 
