@@ -188,6 +188,7 @@ def run_recipe(cfg: Config, recipe: Recipe) -> None:
         name = f"{sizes['parameters'] / 1e6:.0f}M-{recipe.label}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
         ranks.run_on_rank0(lambda: warn_of_uncalled_ops(recipe.ops, registry.TRAINING_OPS))
+        parallel.warn_of_one_process(cfg.parallel, ranks)
         line, ended = ranks.run_on_rank0(lambda: resume.find_end(folder, resume_from, t, name))
         if line:
             print(line)

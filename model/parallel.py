@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from common.terminal import warn
 from kernels.compat import inductor_options
 from kernels.registry import KernelsConfig
 from model.config import GPTConfig
@@ -51,6 +52,13 @@ def check_context_divides(model: GPTConfig, **lengths: int) -> None:
             f"parallel=context divides {key}={size} among {world_size()} processes: choose a multiple of "
             f"{world_size()}, or another number of processes",
         )
+
+
+def warn_of_one_process(parallel: str, ranks: Ranks) -> None:
+    """Warn if `parallel` asks for several processes, and there is one."""
+    if ranks.single and parallel != "ddp":  # the default
+        advice = f"torchrun --standalone --nproc_per_node=2 train.py parallel={parallel} starts two"
+        warn(f"parallel={parallel} has no effect, because this job has one process; {advice}")
 
 
 def prepare(model: GPT, parallel: str, kernels: KernelsConfig, seed: int, ranks: Ranks) -> GPT:

@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from model.parallel import PARALLEL, warn_of_one_process
 from runtime.checkpoint import find_checkpoint, newest_valid, read_weights, verify
 from runtime.config import UserError
-from runtime.ranks import rank_device, unused_store
+from runtime.ranks import Ranks, rank_device, unused_store
 from runtime.signals import Signals, Stopped
 from tests.test_train import QUICK, ROOT, config, metrics, row
 
@@ -588,3 +589,12 @@ def test_impossible_settings_of_several_processes(monkeypatch):
 def test_an_unknown_value_of_parallel(parallel):
     with pytest.raises(UserError, match=r"parallel=.*: choose ddp, fsdp, zero2, context"):
         config(*BASE, f"parallel={parallel}")
+
+
+def test_one_process_has_nothing_to_divide(capsys):
+    for name in PARALLEL:
+        warn_of_one_process(name, Ranks())
+        err, start = capsys.readouterr().err, f"warning: parallel={name} has no effect, because this job has one proc"
+        assert err.startswith(start) if name != "ddp" else err == ""
+        warn_of_one_process(name, Ranks(rank=0, world_size=2))
+        assert capsys.readouterr().err == ""
