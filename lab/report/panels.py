@@ -80,9 +80,8 @@ def choice_point(choice: Choice, x: float, y: float | str, lines: list[str] | No
 
 
 def axis_label(choice: Choice) -> str:
-    """Return a choice's label on an axis, in short lines: kernels, attention, qualifier."""
-    kernels, _, attention = choice.name.partition(" · ")
-    return "\n".join([*wrap(kernels, 24), *wrap(f"{attention} {choice.qualifier}".strip(), 26)])
+    """Return a choice's label on an axis, in short lines: its name, and its qualifier."""
+    return "\n".join([*wrap(choice.name, 26), *wrap(choice.qualifier, 26)])
 
 
 def speed_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
@@ -147,7 +146,7 @@ def families_figure(choices: list[Choice]) -> Figure | None:
     order = [family for family, _ in total.most_common()]
     fills = part_colours(order)
     series = [Series(name, "bars", points.get(name, []), fills.get(name, GRID)) for name in [*order, "idle"]]
-    return figure("ms", "", series, row=44, categories=list(map(axis_label, choices)))
+    return figure("ms", "", series, row=52, categories=list(map(axis_label, choices)))
 
 
 class LossCurve(NamedTuple):

@@ -114,7 +114,8 @@ def test_a_figure_of_matplotlib_shows_a_name_as_text(report, folder, name, tmp_p
 
     def save(figure, *args, **options):
         savefig(figure, *args, **options)
-        texts.extend(text.get_text().replace(r"\$", "$") for text in figure.findobj(lambda a: hasattr(a, "get_text")))
+        shown = (text.get_text().replace(r"\$", "$") for text in figure.findobj(lambda a: hasattr(a, "get_text")))
+        texts.extend(" ".join(text.split()) for text in shown)  # a label has several lines
 
     monkeypatch.setattr(Figure, "savefig", save)
     assert drawn[name](tmp_path / "x.png") == [tmp_path / "x.png"]
