@@ -163,9 +163,10 @@ today_batches() {
     part today-fp8 -m scripts.generate -m $words kernels=triton attn=triton generate.kv=fp8 batch=8
 }
 
-# The modes of torch.compile beside each other, in about ten minutes (an estimate). The last one needs nvidia-cutlass
+# The modes of torch.compile beside each other, in about ten minutes (an estimate). The last one needs nvidia-cutlass.
+# In one sitting with the ladder, the first table of results/README.md takes the fastest mode as its torch.compile
 compile_modes() {
-    local into="--suffix modes" modes=default,max-autotune-no-cudagraphs,max-autotune-cutlass
+    local modes=default,max-autotune-no-cudagraphs,max-autotune-cutlass
     part compile-modes train.py -m +experiment=throughput model=gpt2_124m,smollm2_135m train.block_size=1024 \
         precision=bf16 kernels=compile attn=sdpa kernels.compile_mode=$modes train.max_steps=25 proof=false
 }

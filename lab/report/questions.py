@@ -18,6 +18,7 @@ from lab.report.describe import (
     SMALLEST,
     choice_name,
     commit,
+    compile_mode,
     gpu_text,
     kernels_cell,
     kernels_family,
@@ -62,10 +63,14 @@ Runs = dict[str, list[dict]]  # name of a choice -> its runs of a sitting
 
 
 def label(row: dict) -> str:
-    """Return the name of a row's choice in CHOICES or MIXED; without one, its kernels, attention and precision."""
-    key = kernels_cell(row), row["config"]["attn"]["impl"], row["config"]["precision"]
+    """Return the name of a row's choice in CHOICES or MIXED; without one, its kernels, attention and precision.
+
+    A mode of torch.compile that is not the default follows: "torch.compile, max-autotune-no-cudagraphs".
+    """
+    mode = compile_mode(row["config"]["kernels"])
+    key = kernels_cell(row).removesuffix(mode), row["config"]["attn"]["impl"], row["config"]["precision"]
     words = [word for word in shlex.split(row.get("command", "")) if re.match(r"kernels\b|attn|precision", word)]
-    return CHOICES.get(key) or MIXED.get(" ".join(sorted(words)), ", ".join(key))
+    return (CHOICES.get(key) or MIXED.get(" ".join(sorted(words)), ", ".join(key))) + mode
 
 
 def folders(device: str) -> list[str]:
@@ -93,10 +98,30 @@ def sittings(device: str) -> list[Runs]:
     for folder in folders(device):
         for row in results.read_rows(folder):
             peer, wanted = peer_name(row), row.get("parameters", 0) >= SMALLEST and row.get("world_size", 1) == 1
-            if wanted and not row["config"]["train"]["eval_every"] and (peer or label(row) in NAMES):
+            if (
+                wanted
+                and not row["config"]["train"]["eval_every"]
+                and (peer or label(row) in NAMES or is_mode(label(row)))
+            ):
                 sitting = folder, work_of(row), row["env"].get("git_commit"), row["env"].get("gpu")
                 found.setdefault(sitting, {}).setdefault(peer or label(row), []).append(row)
-    return list(found.values())
+    return list(map(take_fastest_mode, found.values()))
+
+
+def is_mode(name: str) -> bool:
+    return name.startswith(f"{BASELINE}, ")
+
+
+def take_fastest_mode(runs: Runs) -> Runs:
+    """Return the runs of a sitting, where torch.compile is its fastest mode, if other modes than the default have run.
+
+    Each mode then also has a name of its own: "torch.compile, default", "torch.compile, max-autotune-no-cudagraphs".
+    """
+    modes = {name: each for name, each in runs.items() if (name == BASELINE or is_mode(name)) and any(map(speed, each))}
+    if modes.keys() <= {BASELINE}:
+        return runs
+    default = {f"{BASELINE}, default": modes[BASELINE]} if BASELINE in modes else {}
+    return runs | {BASELINE: max(modes.values(), key=median_speed)} | default
 
 
 def columns(device: str) -> dict[str, Runs]:
@@ -203,7 +228,7 @@ def comparable_speed(runs: list[dict], all_runs: Runs) -> float:
 
 
 def fastest(device: str) -> str:
-    """Return the tokens/s of each choice and model, and beside torch.compile's; then the other systems of a sitting."""
+    """Return the tokens/s of each choice and model, and beside torch.compile's; then the lines of peers()."""
 
     def cell(own: list[dict], runs: Runs) -> str:
         return f"{median_speed(own):,.0f}{of_baseline(own, runs.get(BASELINE, []))}"
@@ -216,14 +241,15 @@ def peers(device: str) -> str:
     """Return a line for each other system that trained a column's model: its speed, and our fastest in bf16 beside it.
 
     The fastest system is first. Both sides are of the newest sitting that has the system and rows of ours. If it is not
-    the column's, the line names its commit.
+    the column's, the line names its commit. Of several modes of torch.compile in the column's sitting each has a line.
     """
     lines, oldest_first = [], sorted(sittings(device), key=lambda runs: first_row(runs)["started"])
     for model, column in columns(device).items():
         newest: dict[str, Runs] = {}
         for runs in oldest_first:
             if exact(runs) and work_of(first_row(runs)) == work_of(first_row(column)):
-                newest |= {name: runs for name in runs if name not in NAMES and any(map(speed, runs[name]))}
+                known = NAMES if first_row(runs) == first_row(column) else [*NAMES, *filter(is_mode, runs)]
+                newest |= {name: runs for name in runs if name not in known and any(map(speed, runs[name]))}
         for name, runs in sorted(newest.items(), key=lambda item: -median_speed(item[1][item[0]])):
             others, ours = runs[name], max(exact(runs), key=lambda own: comparable_speed(runs[own], runs))
             precision, ratio_text = shown_run(others)["config"]["precision"], of_baseline(runs[ours], others)

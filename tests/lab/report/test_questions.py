@@ -100,6 +100,34 @@ def test_the_best_choice_has_the_highest_ratio(results):
     assert cells["triton"].startswith("210, 1.6")
 
 
+def test_the_baseline_is_the_fastest_mode_of_torch_compile(results):
+    """Each mode then has a line of its own. A mode that failed, or of another sitting, is not the baseline."""
+    modes = {"max-autotune-no-cudagraphs": 520, "max-autotune-cutlass": 510}
+
+    def run(mode, speed, model="gpt2_124m", **settings):
+        row = make_run("torch.compile", speed, model, **settings)
+        row["config"]["kernels"] |= {"compile_mode": mode}
+        assert label(row) == f"torch.compile, {mode}"
+        return row
+
+    def lines(model):
+        start, end = f"- `{model}`: torch.compile, ", " tokens/s and 10.0 GiB; gluon is 1."
+        return [line.removeprefix(start).partition(end)[0] for line in fastest("h200").splitlines() if start in line]
+
+    keep(results, "h200-rungs", [run(mode, speed) for mode, speed in modes.items()])
+    keep(results, "h200-rungs", [make_run(name, speed) for name, speed in SPEEDS.items()])
+    column = ["400, 0.769x", "520", "550, 1.058x", "600, 1.154x", "**800, 1.538x**"]
+    shown = [f"{mode} in bf16 reaches {speed}" for mode, speed in (modes | {"default": 500}).items()]
+    assert [line[1] for line in table(fastest("h200"))[1:]] == column
+    assert lines("gpt2_124m") == shown
+    keep(results, "h200", [run("max-autotune-no-cudagraphs", 590, day=28)])
+    keep(results, "h200-rungs", [run("max-autotune-cutlass", 0, "gpt2_350m", status="error: no nvcc")])
+    keep(results, "h200-rungs", [make_run(name, speed, "gpt2_350m") for name, speed in SPEEDS.items()])
+    assert [line[1] for line in table(fastest("h200"))[1:]] == column
+    assert table(fastest("h200"))[2] == ["torch.compile", "520", "500"]
+    assert (lines("gpt2_124m"), lines("gpt2_350m")) == (shown, [])
+
+
 def test_memory_is_the_largest_peak_beside_torch_compiles(results):
     peaks = {"eager PyTorch": 50.0, "torch.compile": 20.0, "triton": 12.0, "gluon": 10.0, "fp8": 11.0}
     runs = [make_run(name, 1, gib=peaks[name] - less) for less in (0, 1) for name in SPEEDS]
