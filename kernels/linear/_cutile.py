@@ -13,6 +13,21 @@ def place(tile: int, tiles_n: int, tiles_f: int, GROUP: int) -> tuple[int, int]:
     return band * GROUP + within % height, within // height
 
 
+def product(
+    x: ct.Array, w: ct.Array, n: int, f: int, BLOCK_N: int, BLOCK_F: int, BLOCK_C: int, W_BY_ROWS: bool
+) -> ct.Tile:
+    """Return tile (n, f) of x w^T, or of x w, in fp32."""
+    total = ct.zeros((BLOCK_N, BLOCK_F), dtype=ct.float32)
+    for c in range(ct.num_tiles(x, 1, (BLOCK_N, BLOCK_C))):
+        x_tile = ct.load(x, (n, c), (BLOCK_N, BLOCK_C), padding_mode=ZERO)
+        if W_BY_ROWS:
+            w_tile = ct.load(w, (c, f), (BLOCK_C, BLOCK_F), order="F", padding_mode=ZERO)
+        else:
+            w_tile = ct.load(w, (c, f), (BLOCK_C, BLOCK_F), padding_mode=ZERO)
+        total = ct.mma(x_tile, w_tile, total)
+    return total
+
+
 # Eight warps multiply, so a thread has 128 of the sums of a tile of 128 x 256. By default four do, and they spill
 @ct.kernel(num_worker_warps=8)
 def cutile_matmul(
@@ -31,14 +46,7 @@ def cutile_matmul(
     tiles_n, tiles_f = ct.num_tiles(y, 0, (BLOCK_N, BLOCK_F)), ct.num_tiles(y, 1, (BLOCK_N, BLOCK_F))
     for tile in range(ct.bid(0), tiles_n * tiles_f, ct.num_blocks(0)):
         n, f = place(tile, tiles_n, tiles_f, GROUP)
-        total = ct.zeros((BLOCK_N, BLOCK_F), dtype=ct.float32)
-        for c in range(ct.num_tiles(x, 1, (BLOCK_N, BLOCK_C))):
-            x_tile = ct.load(x, (n, c), (BLOCK_N, BLOCK_C), padding_mode=ZERO)
-            if W_BY_ROWS:
-                w_tile = ct.load(w, (c, f), (BLOCK_C, BLOCK_F), order="F", padding_mode=ZERO)
-            else:
-                w_tile = ct.load(w, (c, f), (BLOCK_C, BLOCK_F), padding_mode=ZERO)
-            total = ct.mma(x_tile, w_tile, total)
+        total = product(x, w, n, f, BLOCK_N, BLOCK_F, BLOCK_C, W_BY_ROWS)
         if HAS_BIAS:
             total += ct.load(bias, (f,), (BLOCK_F,), padding_mode=ZERO).astype(ct.float32).reshape((1, BLOCK_F))
         ct.store(y, (n, f), total.astype(y.dtype))
@@ -54,8 +62,13 @@ def cutile_matmul_transposed(
     BLOCK_F: Size,
     BLOCK_C: Size,
     GROUP: Size,
+    ADD: Flag,
 ):
-    """Write out[split] = a^T b over the rows of this part of the sum."""
+    """Write out[split] = a^T b over the rows of this part of the sum, or with ADD add it to out[split].
+
+    The L2 cache adds. If a block loaded `out` instead, each step of the loop would wait for its wgmma (tileiras 13.5).
+    An element belongs to one block, so two calls give the same bits.
+    """
     tiles_f, tiles_c = ct.num_tiles(a, 1, (BLOCK_N, BLOCK_F)), ct.num_tiles(b, 1, (BLOCK_N, BLOCK_C))
     f, c = place(ct.bid(0), tiles_f, tiles_c, GROUP)
     split = ct.bid(1)
@@ -64,4 +77,8 @@ def cutile_matmul_transposed(
         a_tile = ct.load(a, (f, n), (BLOCK_F, BLOCK_N), order="F", padding_mode=ZERO)
         b_tile = ct.load(b, (n, c), (BLOCK_N, BLOCK_C), padding_mode=ZERO)
         total = ct.mma(a_tile, b_tile, total)
-    ct.store(out, (split, f, c), total.astype(out.dtype).reshape((1, BLOCK_F, BLOCK_C)))
+    total = total.astype(out.dtype).reshape((1, BLOCK_F, BLOCK_C))
+    if ADD:
+        out.tiled_view((1, BLOCK_F, BLOCK_C)).atomic_store_add((split, f, c), total)
+    else:
+        ct.store(out, (split, f, c), total)

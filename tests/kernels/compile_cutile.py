@@ -26,10 +26,14 @@ from cuda.tile.compilation import (
 
 from kernels.attention import cutile as attention
 from kernels.linear import cutile as linear
+from kernels.loss import cutile as loss
 from kernels.norm import cutile as norm
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-DTYPES = {dtype: getattr(ct, str(dtype).split(".")[1]) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+DTYPES = {
+    dtype: getattr(ct, str(dtype).split(".")[1])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+}
 NUMBERS = {int: ct.int32, float: ct.float32}
 compiled: list[tuple[str, int, str]] = []  # name, bytes of stack, machine code
 
@@ -115,11 +119,17 @@ def compile_attention(
     attention.launch_backward(out, q, k, v, out, lse, **options)
 
 
+def compile_loss(N: int, C: int, V: int, dtype: torch.dtype, softcap: float | None = None) -> None:
+    x, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((N, C), (V, C)))
+    targets = torch.empty(N, dtype=torch.int64, device="meta")
+    loss.compute_loss(x, weight, targets, ignore_index=-1, gradients=True, softcap=softcap)
+
+
 def assert_fast(kernels: list[tuple[str, int, str]]) -> None:
     for name, stack, code in kernels:
         assert stack == 0, name
-        assert "HGMMA" in code or not re.search("matmul|attention", name), name
-        assert "sum_rows" in name or "UTMALDG" in code, name
+        assert "HGMMA" in code or not re.search("matmul|attention|logits", name), name
+        assert re.search("sum_rows|entropy_loss|gradient", name) or "UTMALDG" in code, name
 
 
 if __name__ == "__main__":
@@ -143,6 +153,9 @@ if __name__ == "__main__":
         compile_attention((64, 1024, 9, 64), 3, BF16)
         compile_attention((2, 16384, 12, 64), 12, torch.float16, window=4096)
         compile_attention((2, 1000, 12, 128), 1, torch.float16, causal=False)
+        compile_loss(2 * 5632, 768, 50304, BF16)  # two chunks: the second one's product is added to dweight
+        compile_loss(5632, 576, 49152, BF16, softcap=30.0)
+        compile_loss(4096, 1600, 50304, torch.float16)
         assert_fast(compiled)
         compile_norm(8192, BF16, BF16)
         compile_norm(769, torch.float16, torch.float16, rows=5)
@@ -151,3 +164,5 @@ if __name__ == "__main__":
         compile_linear(33, 128, 384, torch.float32)
         compile_attention((2, 50, 3, 33), 3, BF16)
         compile_attention((2, 129, 4, 128), 2, torch.float32)
+        compile_loss(1000, 768, 50257, BF16)
+        compile_loss(13, 65, 1031, torch.float32, softcap=5.0)

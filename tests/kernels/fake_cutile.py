@@ -5,6 +5,7 @@ dtypes of a product. As on a GPU, an output must be written through ct.store.
 """
 
 import importlib
+import math
 import sys
 from types import ModuleType
 
@@ -40,7 +41,7 @@ def operator(name):
     return call
 
 
-for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "lt", "ge", "and"):
+for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "lt", "ge", "eq", "and"):
     setattr(Tile, f"__{name}__", operator(f"__{name}__"))
 
 
@@ -52,9 +53,8 @@ def region(array, index, shape):
 
 
 def load(array, index, shape, *, order="C", padding_mode):
-    assert padding_mode == "zero"
     inside = region(array.T if order == "F" else array, index, shape)
-    tile = torch.zeros(shape, dtype=array.dtype)
+    tile = torch.full(shape, padding_mode, dtype=array.dtype)
     tile[tuple(map(slice, inside.shape))] = inside
     return Tile(tile)
 
@@ -65,10 +65,32 @@ def store(array, index, tile):
     inside.copy_(tile.tensor[tuple(map(slice, inside.shape))])
 
 
+def gather(array, indices, *, padding_value):
+    rows, columns = (index.tensor for index in indices)
+    inside = (rows >= 0) & (rows < array.shape[0]) & (columns >= 0) & (columns < array.shape[1])
+    return Tile(array[rows.where(inside, 0).long(), columns.where(inside, 0)].where(inside, padding_value))
+
+
+class View:
+    """A tiled view of an array."""
+
+    def __init__(self, array, shape):
+        self.array, self.shape = array, shape
+
+    def atomic_store_add(self, index, tile):
+        assert self.array.dtype == tile.dtype
+        store(self.array, index, load(self.array, index, self.shape, padding_mode=0) + tile)
+
+
 def mma(a, b, total):
     assert a.dtype == b.dtype
     assert total.dtype == torch.float32
     return Tile(total.tensor + a.tensor.float() @ b.tensor.float())
+
+
+def where(condition, x, y):
+    x, y = (value.tensor if isinstance(value, Tile) else value for value in (x, y))
+    return Tile(torch.where(condition.tensor, x, y))
 
 
 def reduce(tiles, axis, function, identity, *, keepdims):
@@ -96,7 +118,7 @@ def install(monkeypatch) -> None:
     """Let the kernels import this as cuda.tile."""
     tile = ModuleType("cuda.tile")
     tile.Constant = {bool: bool, int: int}
-    tile.PaddingMode = type("PaddingMode", (), {"ZERO": "zero"})
+    tile.PaddingMode = type("PaddingMode", (), {"ZERO": 0, "NEG_INF": -math.inf})
     tile.float32, tile.int32 = torch.float32, torch.int32
     tile.kernel, tile.launch, tile.load, tile.store, tile.mma = kernel, launch, load, store, mma
     tile.Tile, tile.Array, tile.reduce = Tile, torch.Tensor, reduce
@@ -109,11 +131,12 @@ def install(monkeypatch) -> None:
     tile.sum = lambda x, axis, keepdims: Tile(x.tensor.sum(axis, keepdim=keepdims))
     tile.max = lambda x, axis, keepdims: Tile(x.tensor.amax(axis, keepdim=keepdims))
     tile.sqrt, tile.log2 = lambda x: Tile(x.tensor.sqrt()), lambda x: Tile(x.tensor.log2())
+    tile.tanh, tile.gather = lambda x: Tile(x.tensor.tanh()), gather
     tile.exp2 = lambda x, flush_to_zero: Tile(x.tensor.exp2())
     tile.maximum, tile.minimum = operator("maximum"), operator("clamp_max")
     tile.transpose = lambda x: Tile(x.tensor.T)
     tile.cdiv = lambda x, y: -(-x // y)
-    tile.where = lambda condition, x, y: Tile(torch.where(condition.tensor, x.tensor, y))
+    tile.where = where
     package = ModuleType("cuda")
     package.tile, package.__path__ = tile, []
     monkeypatch.setitem(sys.modules, "cuda", package)
@@ -122,7 +145,8 @@ def install(monkeypatch) -> None:
     compiler._find_compiler_bin = None
     monkeypatch.setitem(sys.modules, "cuda.tile._compile", compiler)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    for name in ("kernels._cutile_sums", *(f"kernels.{op}._cutile" for op in ("norm", "linear", "attention"))):
+    monkeypatch.setattr(torch.Tensor, "tiled_view", lambda array, shape: View(array, shape), raising=False)
+    for name in ("kernels._cutile_sums", *(f"kernels.{op}._cutile" for op in ("norm", "linear", "attention", "loss"))):
         monkeypatch.setitem(sys.modules, name, None)  # it is restored at the end
         del sys.modules[name]
         importlib.import_module(name)

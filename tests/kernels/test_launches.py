@@ -45,7 +45,7 @@ def test_which_launches_are_long(call, is_long):
     assert bool(long_launches(call)) == is_long
 
 
-CUTILE = ["_cutile_sums", "norm/cutile", "linear/cutile", "attention/cutile"]
+CUTILE = ["_cutile_sums", "norm/cutile", "linear/cutile", "attention/cutile", "loss/cutile"]
 LANGUAGES = [*CUTILE, "tilelang", "norm/tilelang", "linear/tilelang"]
 
 

@@ -272,16 +272,21 @@ def test_an_op_whose_allocations_are_not_seen_is_named():
 
 @pytest.mark.parametrize(
     ("op", "impl"),
-    [("attention", "cutile"), *((op, impl) for op in ("norm", "linear") for impl in ("cutile", "tilelang"))],
+    [
+        *((op, "cutile") for op in ("attention", "loss")),
+        *((op, impl) for op in ("norm", "linear") for impl in ("cutile", "tilelang")),
+    ],
 )
 def test_another_languages_kernels_are_not_launched_on_fake_tensors(op, impl):
     """Their launchers would compile a kernel, and give it addresses that fake tensors do not have."""
     with simulate(CPU) as usage:
         shape = (2, 64, 3, 64) if op == "attention" else (64, 128)
-        inputs = contract(op).inputs(shape, dtype=torch.bfloat16, **({"out": 256} if op == "linear" else {}))
+        options = {"linear": {"out": 256}, "loss": {"vocab": 256}}.get(op, {})
+        inputs = contract(op).inputs(shape, dtype=torch.bfloat16, **options)
         outputs = getattr(backend(op, impl), op)(**inputs)
         (outputs[0] if op == "norm" else outputs).sum().backward()
-    assert usage.opaque == {f"hotswap::{impl}_{op}_{way}" for way in ("fwd", "bwd")}
+    names = ["linear_cross_entropy"] if op == "loss" else [f"{op}_fwd", f"{op}_bwd"]
+    assert usage.opaque == {f"hotswap::{impl}_{name}" for name in names}
 
 
 def test_an_op_that_compiles_itself_counts_as_without_torch_compile():
