@@ -23,17 +23,14 @@ q, k and v may be views of one packed tensor, and the gradients are views of one
 documents are not supported.
 """
 
-import math
-
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
+from kernels.attention._op import define_attention, refused_options
 from kernels.attention._triton_tiles import empty_outputs
 from kernels.cutile import detail, launch, unavailable  # noqa: F401
-from kernels.direct import custom_op
-from kernels.gpu import DTYPES, unsupported_dtype
+from kernels.gpu import DTYPES
 from kernels.packed import align_rows, gradient_buffer, gradient_views
 from kernels.registry import Unavailable
 
@@ -58,10 +55,6 @@ def tile_of(kernel: str, q: Tensor) -> tuple[int, int, int]:
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    """q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> out (B, Tq, H, D), lse (B, H, Tq rounded up to a multiple of 4) fp32.
-
-    lse is log2 of the sum of exp(score) over the keys of a query. `window` is at most Tk; Tk means no window.
-    """
     from kernels.attention._cutile import cutile_attention_fwd
 
     q, k, v = map(align_rows, (q, k, v))
@@ -97,7 +90,6 @@ def launch_backward(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it. out and lse are the forward's."""
     from kernels.attention._cutile import cutile_attention_dkdv, cutile_attention_dq
 
     grads = gradient_buffer(q, k)
@@ -147,21 +139,7 @@ def launch_backward(
     return grads
 
 
-def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
-    grads = attention_bwd(dout, q, k, v, out, lse, *ctx.options)
-    return *gradient_views(grads, q, k), None, None, None
-
-
-attention_fwd = custom_op("hotswap::cutile_attention_fwd", launch_forward, empty_outputs, _backward, _setup_context)
-attention_bwd = custom_op(
-    "hotswap::cutile_attention_bwd", launch_backward, lambda dout, q, k, *_: gradient_buffer(q, k)
-)
+flash_attention = define_attention("cutile_attention", launch_forward, launch_backward)
 
 
 def refusal(
@@ -170,9 +148,7 @@ def refusal(
     """Return what the kernels take instead of these arguments, or None if they take them."""
     if q.shape[3] > MAX_HEAD_DIM:
         return f"heads of up to {MAX_HEAD_DIM} channels, not {q.shape[3]}"
-    if window is not None and not causal:
-        return "windows only in causal attention"
-    return unsupported_dtype(DTYPES, q, k, v)
+    return refused_options(DTYPES, q, k, v, causal, window)
 
 
 def attention(
@@ -180,6 +156,4 @@ def attention(
 ) -> Tensor:
     if reason := refusal(q, k, v, causal=causal, window=window):
         raise Unavailable(f"attention=cutile takes {reason}: choose attn=sdpa")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    window = k.shape[1] if window is None else min(window, k.shape[1])
-    return attention_fwd(q, k, v, causal, scale, window)[0]
+    return flash_attention(q, k, v, causal, scale, window)

@@ -2,8 +2,7 @@
 
 The backends' own launchers run on tensors without data, and each kernel that they ask for is compiled in place of a
 launch. TileLang writes CUDA C++ without a GPU. A thread of the norms moves 16 bytes of the residual stream at once, and
-the matmuls use TMA and wgmma. If there is nvcc, it compiles the result, and no kernel for GPT-2's widths spills a
-register.
+the matmuls and attention use TMA and wgmma. If there is nvcc, it compiles the result, and no kernel spills a register.
 """
 
 import re
@@ -21,6 +20,8 @@ from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
 from kernels import _tilelang_sums as sum_kernels
 from kernels import tilelang as launcher
+from kernels.attention import _tilelang as attention_kernels
+from kernels.attention import tilelang as attention
 from kernels.linear import _tilelang as linear_kernels
 from kernels.linear import tilelang as linear
 from kernels.norm import _tilelang as norm_kernels
@@ -33,7 +34,9 @@ KERNELS = [
     (linear_kernels, "matmul"),
     (linear_kernels, "split_matmul"),
     (sum_kernels, "sum_rows"),
+    *((attention_kernels, f"attention_{name}") for name in ("fwd", "dq", "dkdv")),
 ]
+FAST_MATH = tilelang.PassConfigKey.TL_ENABLE_FAST_MATH
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 REGISTERS = 65536  # of a multiprocessor
 compiled: dict[str, str] = {}  # a kernel and its arguments -> its CUDA C++
@@ -49,6 +52,7 @@ def compile_for_hopper(kernel, *arguments, **options) -> str:
             path = Path(folder) / "kernel.cu"
             path.write_text(source)
             command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-std=c++20", "-w", "-Xptxas", "-v"]
+            command += ["--use_fast_math"] if (kernel.pass_configs or {}).get(FAST_MATH) else []
             command += [f"-I{TILELANG_TEMPLATE_PATH}", f"-I{CUTLASS_INCLUDE_DIR}", str(path), "-o", f"{path}bin"]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert "0 bytes spill stores" in done.stderr, done.stderr
@@ -120,11 +124,38 @@ def compile_linear(C: int, F: int, dtype: torch.dtype, N: int = 65536) -> None:
     _, [dx, dweight, *_] = run(linear.launch_backward, dy, x, weight, bias)
     for source, tile in ((forward, linear.TILE), (dx, linear.TILE), (dweight, linear.SPLIT_TILE)):
         assert all(word in source for word in ("wgmma_ss", "tma_load", f"warpgroup_reg_alloc<{tile.registers}>"))
-        # or a multiplying thread waits for registers for ever
-        threads = tile.threads + 128
-        assert 128 * 24 + tile.threads * tile.registers <= REGISTERS // tile.programs // threads // 8 * 8 * threads
+        assert_registers_suffice(tile, tile.programs)
     assert "tma_store" in forward
     assert "tma_store" in dx
+
+
+def assert_registers_suffice(tile: linear.Tile | attention.Tile, programs: int) -> None:
+    """Otherwise a multiplying thread would wait for registers for ever."""
+    threads = tile.threads + 128
+    assert 128 * 24 + tile.threads * tile.registers <= REGISTERS // programs // threads // 8 * 8 * threads
+
+
+def compile_attention(
+    shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, causal: bool = True, window: int | None = None
+) -> None:
+    """Compile the kernels of attention for q of this shape (B, T, H, D). As in a model, one tensor has q, k and v."""
+    B, T, H, D = shape
+    q, k, v = empty(B, T, H + 2 * kv_heads, D, dtype=dtype).split((H, kv_heads, kv_heads), 2)
+    options = causal, 0.125, window or T
+    (out, lse), [forward] = run(attention.launch_forward, q, k, v, *options)
+    _, [dq, dkdv] = run(attention.launch_backward, out, q, k, v, out, lse, *options)
+    # {kernel: (its CUDA C++, its tensors that TMA loads and stores, its products with both factors in shared memory
+    # and with one in registers)}
+    for name, (source, *counts) in {
+        "fwd": (forward, 3, 1, 1, 1),
+        "dq": (dq, 4, 1, 2, 1),
+        "dkdv": (dkdv, 6, 2, 2, 2),
+    }.items():
+        tile = attention.options(name, q, k, causal)[2]
+        words = "tma_load(", "tma_store(", "wgmma_ss<", "wgmma_rs<"
+        assert [source.count(f"tl::{word}") for word in words] == counts, name
+        assert f"warpgroup_reg_alloc<{tile.registers}>" in source
+        assert_registers_suffice(tile, programs=1)
 
 
 def main() -> None:
@@ -145,6 +176,11 @@ def main() -> None:
         compile_linear(C, F, BF16)
     compile_linear(768, 2304, FP16)
     compile_linear(128, 384, BF16, N=33)
+    for D in (16, 64, 80, 128):
+        compile_attention((4, 4096, 16, D), 16, BF16)
+    compile_attention((64, 1024, 9, 64), 3, BF16)
+    compile_attention((2, 16384, 12, 96), 1, FP16, window=4096)
+    compile_attention((2, 1000, 12, 128), 12, FP16, causal=False)
     for rows in (1, 5, 11, 64):
         for C in (768, 770, 769):
             launcher.add_partial_sums(empty(rows, C, dtype=FP32), BF16)

@@ -2,10 +2,10 @@
 
 The packages need a GPU. Here plain PyTorch replaces the functions that the backends call, with the signatures of
 liger-kernel 0.8.5, quack-kernels 0.6.5, nvmath-python 1.0.0, gram-newton-schulz 0.1.6 and flashinfer-python 0.6.12, and
-of our own kernels in Helion and TileLang. On a GPU with the packages, test_backends.py and test_decode.py test the real
-functions. If Helion is installed, test_backends.py also runs its LayerNorm in Triton's interpreter, and
-compile_helion.py compiles its kernels. compile_tilelang.py compiles those in TileLang. Our kernels in cuTile run from
-their source with fake_cutile.py as cuda.tile. If cuda.tile and tileiras are installed, compile_cutile.py compiles them.
+of our own kernels in Helion. On a GPU with the packages, test_backends.py and test_decode.py test the real functions.
+If Helion is installed, test_backends.py also runs its LayerNorm in Triton's interpreter, and compile_helion.py compiles
+its kernels. Our kernels in cuTile and TileLang run from their source, with fake_cutile.py as cuda.tile and
+fake_tilelang.py as tilelang. If the packages are installed, compile_cutile.py and compile_tilelang.py compile them.
 """
 
 import importlib
@@ -28,8 +28,9 @@ from kernels.gpu import package_unavailable, refused_widths
 from kernels.loss import liger_cute
 from kernels.mlp import nvmath
 from kernels.muon import gram
+from kernels.names import override_key
 from kernels.registry import Unavailable, backend, contract, load, missing_argument, unavailable
-from tests.kernels import fake_cutile
+from tests.kernels import fake_cutile, fake_tilelang
 from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ WRAPPED = [
     *[(op, impl) for op in ("norm", "rms_norm", "rope", "glu") for impl in ("liger", "quack", "helion")],
     *[("loss", impl) for impl in ("liger", "liger_large", "liger_cute", "helion", "quack")],
     *[("mlp", impl) for impl in ("nvmath", "quack")],
-    *[(op, "tilelang") for op in ("norm", "rms_norm", "linear")],
+    *[(op, "tilelang") for op in ("norm", "rms_norm", "linear", "attention")],
     ("linear", "quack"),
     *[(op, "cutile") for op in ("norm", "rms_norm", "linear", "attention", "loss")],
     ("muon", "gram"),
@@ -187,73 +188,6 @@ def helion_norm_fwd(x, residual, weight, bias, eps, y, stream, mean, rstd):
 def helion_norm_bwd(dy, dstream, stream, weight, mean, rstd, dx, dresidual, dweight, dbias):
     options = {"mean": mean, "is_layernorm": mean is not None}
     _rmsnorm_bwd(stream, weight, dy, rstd, dx, dweight, dbias, dstream, dresidual, programs=len(dweight), **options)
-
-
-def assert_fits(vec, dtypes, *tensors):
-    """What TileLang's launch checks, and that rows of vectors of `vec` numbers are aligned."""
-    for tensor, dtype in zip(tensors, dtypes, strict=True):
-        if tensor is not None:
-            assert str(tensor.dtype) == f"torch.{dtype}"
-            assert tensor.is_contiguous()
-            assert not tensor.requires_grad
-            assert tensor.shape[-1] % vec == 0
-            assert tensor.data_ptr() % (vec * tensor.element_size()) == 0
-
-
-def tilelang_norm_fwd(C, launch, has_residual, has_bias, centred, x_dtype, stream_dtype, dtype):
-    def kernel(x, residual, weight, bias, y, stream, mean, rstd, eps):
-        assert (residual is not None, bias is not None, mean is not None) == (has_residual, has_bias, centred)
-        types = x_dtype, stream_dtype, dtype, dtype, dtype, stream_dtype
-        assert_fits(launch.vec, types, x, residual, weight, bias, y, stream)
-        _rmsnorm_fwd(x, weight, y, bias, rstd, mean, residual, stream, eps, is_layernorm=centred)
-
-    assert launch.rows * launch.lanes in (128, 256)
-    return kernel
-
-
-def tilelang_norm_bwd(C, launch, has_dstream, has_bias, has_dresidual, centred, x_dtype, stream_dtype, dtype):
-    def kernel(dy, dstream, stream, weight, mean, rstd, dx, dresidual, dweight, dbias):
-        given = [tensor is not None for tensor in (dstream, dbias, dresidual, mean)]
-        assert given == [has_dstream, has_bias, has_dresidual, centred]
-        types = dtype, stream_dtype, stream_dtype, dtype, x_dtype, stream_dtype, "float32", "float32"
-        assert_fits(launch.vec, types, dy, dstream, stream, weight, dx, dresidual, dweight, dbias)
-        options = {"mean": mean, "is_layernorm": centred, "programs": len(dweight)}
-        _rmsnorm_bwd(stream, weight, dy, rstd, dx, dweight, dbias, dstream, dresidual, **options)
-
-    assert launch.rows * launch.lanes * launch.programs <= 512
-    return kernel
-
-
-def tilelang_sum_rows(C, tile, *dtypes):
-    def kernel(x, out):
-        assert_fits(tile.vec, dtypes, x, out)
-        for program, total in enumerate(out):
-            total.copy_(x.float()[torch.arange(len(x)) // tile.rows % len(out) == program].sum(0))
-
-    return kernel
-
-
-def tilelang_matmul(C, F, tile, w_by_rows, has_bias, dtype):
-    def kernel(x, w, bias, y):
-        assert (bias is not None) == has_bias
-        assert w.shape == ((F, C) if w_by_rows else (C, F))
-        assert_fits(8, [dtype] * 4, x, w, bias, y)
-        y.copy_(x.float() @ (w.T if w_by_rows else w).float() + (bias.float() if has_bias else 0))
-
-    return kernel
-
-
-def tilelang_split_matmul(F, C, tile, *dtypes):
-    def kernel(a, b, out, steps):
-        dtype, out_dtype = dtypes
-        assert_fits(8, (dtype, dtype, out_dtype), a, b, out)
-        length = steps * tile.depth
-        assert (len(out) - 1) * length < len(a) <= len(out) * length
-        for split, part in enumerate(out):
-            rows = slice(split * length, (split + 1) * length)
-            part.copy_(a[rows].float().T @ b[rows].float())
-
-    return kernel
 
 
 def rotate_(x, cos, sin, sign):
@@ -530,13 +464,7 @@ def packages(monkeypatch):
         # if an earlier test has imported the real one, `from kernels.norm import _helion` takes this attribute
         monkeypatch.setattr(contract(op), "_helion", kernels, raising=False)
     fake_cutile.install(monkeypatch)
-    monkeypatch.setitem(sys.modules, "tilelang.language", SimpleNamespace(annotate_consumer_reg_alloc=None))
-    matmuls = SimpleNamespace(matmul=tilelang_matmul, split_matmul=tilelang_split_matmul)
-    norms = SimpleNamespace(norm_fwd=tilelang_norm_fwd, norm_bwd=tilelang_norm_bwd)
-    for op, kernels in {"norm": norms, "linear": matmuls}.items():
-        monkeypatch.setitem(sys.modules, f"kernels.{op}._tilelang", kernels)
-        monkeypatch.setattr(contract(op), "_tilelang", kernels, raising=False)
-    monkeypatch.setitem(sys.modules, "kernels._tilelang_sums", SimpleNamespace(sum_rows=tilelang_sum_rows))
+    fake_tilelang.install(monkeypatch)
     monkeypatch.setitem(sys.modules, "quack.rmsnorm_config", SimpleNamespace(get_sm_count=lambda N, device: 2))
 
 
@@ -641,9 +569,31 @@ def test_what_tilelang_refuses(packages):
         message = f"^{op}=tilelang takes widths up to 16384, not 16392: choose kernels.{op}=eager$"
         with pytest.raises(Unavailable, match=message):
             function(**contract(op).inputs((1, 16392), dtype=torch.bfloat16))
+    widths = "heads of up to 128 channels, in multiples of 16"
+    check_what_attention_refuses(
+        "tilelang",
+        ({"shape": (1, 8, 1, 144)}, f"{widths}, not 144"),
+        ({"shape": (1, 8, 1, 40)}, f"{widths}, not 40"),
+        ({"shape": (1, 8, 1, 64), "dtype": torch.float64}, "float32, bfloat16 and float16, not torch.float64"),
+    )
+    on_a_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32, shape=(1, 8, 1, 64))
+    reason = "bfloat16 and float16, not torch.float32"
+    assert backend("attention", "tilelang").refusal(on_a_gpu, on_a_gpu, on_a_gpu) == reason
 
 
-@pytest.mark.parametrize("op", ["norm", "rms_norm", "linear"])
+def check_what_attention_refuses(impl, *refused):
+    attention, make = backend("attention", impl).attention, contract("attention").inputs
+    window = {"shape": (1, 8, 1, 64), "causal": False, "window": 4}, "windows only in causal attention"
+    for options, reason in (*refused, window):
+        with pytest.raises(Unavailable, match=f"^attention={impl} takes {reason}: choose attn=sdpa$"):
+            attention(**make(**{"dtype": torch.bfloat16, **options}))
+    for argument in ("lengths", "starts"):
+        assert f"takes no {argument} (kernels/attention/__init__.py): choose attn=" in missing_argument(
+            attention, argument
+        )
+
+
+@pytest.mark.parametrize("op", ["norm", "rms_norm", "linear", "attention"])
 def test_tilelang_needs_a_compiler_and_for_its_matmuls_hopper(op, packages, monkeypatch, tmp_path):
     gpu, env = torch.device("cuda"), SimpleNamespace(CUDA_HOME="")
     monkeypatch.setitem(sys.modules, "tilelang.env", SimpleNamespace(env=env))
@@ -655,8 +605,8 @@ def test_tilelang_needs_a_compiler_and_for_its_matmuls_hopper(op, packages, monk
     env.CUDA_HOME = tmp_path
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/nvcc").touch()
-    hopper = "it needs a Hopper GPU (compute capability 9.0): choose kernels.linear=triton"
-    assert unavailable(op, "tilelang", gpu) == (hopper if op == "linear" else None)
+    hopper = f"it needs a Hopper GPU (compute capability 9.0): choose {override_key(op)}=triton"
+    assert unavailable(op, "tilelang", gpu) == (hopper if op in ("linear", "attention") else None)
 
 
 @pytest.mark.parametrize("found", ["0.1.10", "0.1.11", "0.1.12rc1", "0.1.12.post1", "0.1.13", "0.1.15.post2", "1.0"])
@@ -754,10 +704,34 @@ def test_other_widths_in_cutile(case, packages):
             assert_as_good_as_eager(got, eager, truth, inputs, dtype)
 
 
-def test_queries_beyond_the_last_one_in_cutile(packages):
-    """Rows beyond the last query must add nothing. With window=1 their only key would be beyond Tk."""
-    inputs = contract("attention").inputs((1, 5, 2, 64), keys=128, window=1, dtype=torch.float16)
-    assert why_wrong("attention", "cutile", backend("attention", "cutile").attention, inputs, torch.float16) is None
+@pytest.mark.parametrize("impl", ["cutile", "tilelang"])
+@pytest.mark.parametrize(("keys", "window"), [(128, 1), (300, 2)])
+def test_queries_beyond_the_last_one(impl, keys, window, packages):
+    """Rows beyond the last query must add nothing. With window=1 their only key would be beyond Tk.
+
+    With 300 keys no query sees a key of the first tile.
+    """
+    inputs = contract("attention").inputs((1, 5, 2, 64), keys=keys, window=window, dtype=torch.float16)
+    assert why_wrong("attention", impl, backend("attention", impl).attention, inputs, torch.float16) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"keys": 200, "window": 70}, {"causal": False, "keys": 150}], ids=str)
+@pytest.mark.parametrize("D", [16, 48, 64, 128])
+def test_tiles_of_attention_in_tilelang(D, options, packages):
+    """Several tiles of queries and of keys, of every size, for heads that share keys."""
+    inputs = contract("attention").inputs(
+        (1, 131, 4, D), kv_heads=2, packed=not options, **options, dtype=torch.float16
+    )
+    assert why_wrong("attention", "tilelang", backend("attention", "tilelang").attention, inputs, torch.float16) is None
+
+
+def test_scores_far_below_zero_in_tilelang(packages):
+    """exp2(0 - lse) of a key beyond Tk, whose score would be 0, is inf: it must be masked in dq without causal=True."""
+    inputs = contract("attention").inputs((1, 5, 2, 64), causal=False, dtype=torch.float16)
+    with torch.no_grad():
+        inputs["q"].copy_(4 + inputs["q"] / 8)
+        inputs["k"].copy_(-4 + inputs["k"] / 8)
+    assert why_wrong("attention", "tilelang", backend("attention", "tilelang").attention, inputs, torch.float16) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -804,18 +778,11 @@ def test_what_cutile_refuses(packages, monkeypatch):
             getattr(backend(op, "cutile"), op)(**inputs)
     with pytest.raises(Unavailable, match=r"^norm=cutile takes widths up to 16384, not 16385: choose "):
         backend("norm", "cutile").norm(**contract("norm").inputs((1, 16385), dtype=torch.float32))
-    attention, make = backend("attention", "cutile").attention, contract("attention").inputs
-    for options, reason in (
-        ({"shape": (1, 8, 1, 136), "dtype": torch.bfloat16}, "heads of up to 128 channels, not 136"),
+    check_what_attention_refuses(
+        "cutile",
+        ({"shape": (1, 8, 1, 136)}, "heads of up to 128 channels, not 136"),
         ({"shape": (1, 8, 1, 64), "dtype": torch.float64}, "float32, bfloat16 and float16, not torch.float64"),
-        ({"shape": (1, 8, 1, 64), "dtype": torch.bfloat16, "causal": False, "window": 4}, "windows only in causal .*"),
-    ):
-        with pytest.raises(Unavailable, match=f"^attention=cutile takes {reason}: choose attn=sdpa$"):
-            attention(**make(**options))
-    for argument in ("lengths", "starts"):
-        assert f"takes no {argument} (kernels/attention/__init__.py): choose attn=" in missing_argument(
-            attention, argument
-        )
+    )
     install = "pip install 'nvidia-cuda-tileiras>=13.3'"
     for version, reason in (
         (None, f"it needs tileiras of CUDA 13.3 or newer, and cuda.tile finds none: {install}"),
@@ -896,7 +863,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         *((op, "quack", "quack-kernels[cu13]>=0.6.5") for op in ("glu", "linear", "mlp", "loss")),
         ("loss", "helion", "helion==1.5.0"),
         *((op, "cutile", "cuda-tile>=1.7,<1.8") for op in ("norm", "rms_norm", "linear", "attention", "loss")),
-        *((op, "tilelang", "tilelang==0.1.15") for op in ("norm", "rms_norm", "linear")),
+        *((op, "tilelang", "tilelang==0.1.15") for op in ("norm", "rms_norm", "linear", "attention")),
         ("mlp", "nvmath", "nvmath-python>=1.0"),
         ("loss", "liger", "liger-kernel"),
         ("loss", "liger_large", "liger-kernel>=0.8.5"),

@@ -46,7 +46,7 @@ def test_which_launches_are_long(call, is_long):
 
 
 CUTILE = ["_cutile_sums", "norm/cutile", "linear/cutile", "attention/cutile", "loss/cutile"]
-LANGUAGES = [*CUTILE, "tilelang", "norm/tilelang", "linear/tilelang"]
+LANGUAGES = [*CUTILE, "tilelang", "norm/tilelang", "linear/tilelang", "attention/tilelang"]
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
