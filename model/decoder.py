@@ -182,7 +182,8 @@ class Decoder:
         """
         most = self.capacity + self.step_tokens - 1
         if window is not None and window < most:
-            check(self.step_tokens == 1, f"generate.speculate needs a cache of all tokens, not of a window of {window}")
+            reason = f"generate.speculate needs a cache of all tokens, not of a window of {window}"
+            check(self.step_tokens == 1, f"{reason}: remove generate.speculate")
             return window
         return -(-most // (BUCKET // 4)) * (BUCKET // 4)  # a multiple of 64; the rest is masked
 

@@ -38,12 +38,8 @@ EOT = "<|endoftext|>"
 
 
 def check_exportable(source: Pretrained, format: str) -> None:
-    """Raise UserError if the model has a feature that the format's models lack."""
+    """Raise UserError if the format has no family of models with all features of this one. It names the nearest."""
     config = source.config
-    if format == "hf" and llama.is_llama(config):
-        names = " and ".join(llama.lacking_features(config))
-        check(not names, f"{source.name} has {names}, which Llama and Qwen3 lack: it cannot be exported")
-        return
     extras = {
         "rope positions": config.pos == "rope",
         "shared keys and values (n_kv_head)": config.kv_heads != config.n_head,
@@ -60,8 +56,11 @@ def check_exportable(source: Pretrained, format: str) -> None:
             "a head of its own (tie_embeddings)": not config.tie_embeddings,
             "another epsilon in its norms (norm_eps)": config.norm_eps != EPS,
         }
-    names = " and ".join(name for name, present in extras.items() if present)
-    check(not names, f"{source.name} has {names}, which {format}'s GPT-2 lacks: it cannot be exported")
+    families = {f"{format}'s GPT-2 lacks": [name for name, present in extras.items() if present]}
+    if format == "hf":
+        families["Llama and Qwen3 lack"] = llama.lacking_features(config)
+    family, names = min(families.items(), key=lambda item: len(item[1]))
+    check(not names, f"{source.name} has {' and '.join(names)}, which {family}: it cannot be exported")
 
 
 class ExportTokenizer(NamedTuple):

@@ -149,6 +149,9 @@ def write_config(config: GPTConfig) -> dict:
 def lacking_features(config: GPTConfig) -> list[str]:
     """Return what a model of this shape has, and neither a Llama nor a Qwen3 can have; for a message."""
     features = {
+        "learned positions": config.pos != "rope",
+        "LayerNorm": config.norm != "rmsnorm",
+        f"the MLP {config.mlp}": config.mlp != "swiglu",
         "a sliding window without normalised q and k (qk_norm)": config.window is not None and not config.qk_norm,
         "biases beside normalised q and k (qk_norm)": config.bias and config.qk_norm,
         "a soft cap of its logits (logit_softcap)": config.logit_softcap is not None,

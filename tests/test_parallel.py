@@ -585,6 +585,13 @@ def test_impossible_settings_of_several_processes(monkeypatch):
     assert rank_device("cpu") == "cpu"
 
 
+def test_a_preset_with_more_positions_than_a_step_has_tokens_names_a_shorter_sequence():
+    for model, steps in {"qwen3_0_6b": "40960 or 81920", "llama3_2_1b": "131072"}.items():
+        with pytest.raises(UserError, match=rf"try train.block_size=1024, or steps of {steps} tokens$"):
+            config(f"model={model}")
+        assert config(f"model={model}", "train.block_size=1024").train.block_size == 1024
+
+
 @pytest.mark.parametrize("parallel", ["data", ""])
 def test_an_unknown_value_of_parallel(parallel):
     with pytest.raises(UserError, match=r"parallel=.*: choose ddp, fsdp, zero2, context"):

@@ -365,10 +365,11 @@ def test_wrong_tensors_are_refused(folder, tensors, message):
 @pytest.mark.parametrize(
     ("changes", "format", "message"),
     [
+        ({"mlp": "relu2"}, "hf", "has the MLP relu2, which Llama and Qwen3 lack: it cannot be exported"),
         (
-            {"mlp": "gelu"},
+            {"norm": "layernorm", "mlp": "gelu"},
             "hf",
-            "has rope positions and .* and RMSNorm.*, which hf's GPT-2 lacks: it cannot be exported",
+            r"has rope positions and shared keys and values \(n_kv_head\), which hf's GPT-2 lacks",
         ),
         (
             {"window": 5},
