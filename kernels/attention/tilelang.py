@@ -20,7 +20,8 @@ wait for each other only after their loop, so one can take exponentials while th
 own product before it goes on. Four threads hold a row of scores and share its largest and its sum by shuffles. p and ds
 go from registers into the next product, and the tiles of k, v, q and dout are read as they lie in shared memory, by
 rows or by columns: no tile is transposed or copied. TMA also stores out and the gradients, from the place in shared
-memory where q or k and v were. The file has not run on a GPU.
+memory where q or k and v were. Nothing spills. This file has not run on a GPU; its CUDA gave the right numbers in an
+emulator of threads, TMA and wgmma on a CPU (tests/kernels/emulate_tilelang.py).
 
 q, k and v may be views of one packed tensor, and the gradients are views of one buffer (packed.py). Lengths and
 documents are not supported, nor heads whose channels are no multiple of 16, the depth of a wgmma.

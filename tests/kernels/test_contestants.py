@@ -5,7 +5,8 @@ liger-kernel 0.8.5, quack-kernels 0.6.5, nvmath-python 1.0.0, gram-newton-schulz
 of our own kernels in Helion. On a GPU with the packages, test_backends.py and test_decode.py test the real functions.
 If Helion is installed, test_backends.py also runs its LayerNorm in Triton's interpreter, and compile_helion.py compiles
 its kernels. Our kernels in cuTile and TileLang run from their source, with fake_cutile.py as cuda.tile and
-fake_tilelang.py as tilelang. If the packages are installed, compile_cutile.py and compile_tilelang.py compile them.
+fake_tilelang.py as tilelang. If the packages are installed, compile_cutile.py and compile_tilelang.py compile them, and
+emulate_tilelang.py runs the CUDA C++ of attention in TileLang.
 """
 
 import importlib
@@ -922,11 +923,12 @@ def test_helions_kernels_compile_for_hopper_and_its_loss_is_right(interpret, wor
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("tilelang") is None, reason="TileLang is not installed")
-def test_tilelangs_kernels_compile_for_hopper():
-    command = [sys.executable, "-m", "tests.kernels.compile_tilelang"]
+@pytest.mark.parametrize(("program", "lines"), [("compile_tilelang", 119), ("emulate_tilelang", 10)])
+def test_tilelangs_kernels_compile_for_hopper_and_attention_is_right_on_a_cpu(program, lines):
+    command = [sys.executable, "-m", f"tests.kernels.{program}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("tilelang") == 119
+    assert done.stdout.count("tilelang") == lines
 
 
 def xqa_batch_decode_with_kv_cache(
