@@ -23,8 +23,8 @@ rows or by columns: no tile is transposed or copied. TMA also stores out and the
 memory where q or k and v were. Nothing spills. This file has not run on a GPU; its CUDA gave the right numbers in an
 emulator of threads, TMA and wgmma on a CPU (tests/kernels/emulate_tilelang.py).
 
-q, k and v may be views of one packed tensor, and the gradients are views of one buffer (packed.py). Lengths and
-documents are not supported, nor heads whose channels are no multiple of 16, the depth of a wgmma.
+q, k and v may be views of one packed tensor, and the gradients are views of one buffer (packed.py). Lengths, documents
+and fp32 are not supported, nor heads whose channels are no multiple of 16, the depth of a wgmma.
 """
 
 from typing import NamedTuple
@@ -139,8 +139,7 @@ def refusal(
     """Return what the kernels take instead of these arguments, or None if they take them."""
     if q.shape[3] % 16 or q.shape[3] > MAX_HEAD_DIM:
         return f"heads of up to {MAX_HEAD_DIM} channels, in multiples of 16, not {q.shape[3]}"
-    dtypes = DTYPES[1:] if q.is_cuda else DTYPES  # on a CPU the tests replace TileLang
-    return refused_options(dtypes, q, k, v, causal, window)
+    return refused_options(DTYPES[1:], q, k, v, causal, window)
 
 
 def attention(
