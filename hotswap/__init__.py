@@ -79,9 +79,9 @@ def load(
     """Return the GPT of a run (out/RUN), a checkpoint, nanoGPT's ckpt.pt or a Hugging Face model.
 
     A Hugging Face model is a name, such as "HuggingFaceTB/SmolLM2-135M", or a folder: GPT-2, Llama or Qwen3. Any
-    weights run under any choice of kernels. `fields` may change dropout, checkpointing, window, rope_theta and
-    rope_scaling, and shorten block_size, or lengthen it with rope. See build() for the other arguments. Raises
-    ValueError as build() does, and if the source is unreadable.
+    weights run under any choice of kernels. `fields` may change dropout, checkpointing, keep_attention, window,
+    rope_theta and rope_scaling, and shorten block_size, or lengthen it with rope. See build() for the other arguments.
+    Raises ValueError as build() does, and if the source is unreadable.
     """
     check(isinstance(source, str | os.PathLike), f"source={value_text(source)}: it must be text or a path")
     weights = pretrained.read_pretrained(str(expand_home(str(source))))

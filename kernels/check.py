@@ -16,7 +16,6 @@ OWN_SCALES rounds the operands differently. The errors are then differences from
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType
@@ -25,7 +24,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kernels.compat import FakeTensor
+from kernels.compat import FakeTensor, forget_functions
 from kernels.registry import backend, contract, load
 
 # The gradient of a scalar output, the loss. It is exact in fp32 and fp16. If a backend rounds it to bf16, the scale of
@@ -108,16 +107,10 @@ def poisoned_memory() -> Iterator[None]:
 
     makers = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")
     with ExitStack() as stack:
-        stack.callback(_forget_functions)
+        stack.callback(forget_functions)
         for owner, name in makers:
             stack.enter_context(patch.object(owner, name, poisoned(getattr(owner, name))))
         yield
-
-
-def _forget_functions() -> None:
-    """Clear Dynamo's table of torch's functions, made at the first compilation: it may hold those that return NaN."""
-    if dynamo := sys.modules.get("torch._dynamo"):
-        dynamo.trace_rules.clear_lru_cache()
 
 
 def exact_results(

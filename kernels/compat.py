@@ -6,6 +6,7 @@ versions. PyTorch has no public names for what this file imports from modules wi
 
 import ctypes
 import hashlib
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib.util import find_spec
@@ -55,6 +56,15 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     It works for fake tensors too, while data_ptr() is 0 for every fake storage.
     """
     return storage._cdata
+
+
+def forget_functions() -> None:
+    """Clear Dynamo's table of torch's functions: the first compilation may have met other functions in their place.
+
+    A function that is not in the table cannot be compiled. It takes 0.04 s to make again.
+    """
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.trace_rules.clear_lru_cache()
 
 
 def inductor_options(mode: str = "default") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -88,11 +89,14 @@ def triton_and_cublas_detail(fp8: bool = False, **inputs: Any) -> str:
 
 
 def align(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a (n, C) matrix or a (C,) vector as TMA needs it: contiguous, at a multiple of 16 bytes. None stays None.
+    """Return a tensor as TMA needs it: contiguous, at a multiple of 16 bytes. None stays None.
 
     is_contiguous() is not enough: it ignores the stride of a single row, and TMA does not.
     """
-    if tensor is None or (tensor.stride() == (*tensor.shape[1:], 1) and tensor.data_ptr() % 16 == 0):
+    if tensor is None:
+        return None
+    strides = tuple(math.prod(tensor.shape[axis:]) for axis in range(1, tensor.dim() + 1))
+    if tensor.stride() == strides and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

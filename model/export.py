@@ -38,7 +38,7 @@ EOT = "<|endoftext|>"
 
 
 def check_exportable(source: Pretrained, format: str) -> None:
-    """Raise UserError if the format has no family of models with all features of this one. It names the nearest."""
+    """Raise UserError if no family of the format has all features of this model. The error names the nearest one."""
     config = source.config
     extras = {
         "rope positions": config.pos == "rope",

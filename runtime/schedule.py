@@ -10,9 +10,9 @@ from runtime.config import check
 from runtime.meter import WARMUP, Meter
 from runtime.ranks import count_batch_ranks, world_size
 
+SHORT = 1024  # tokens of a sequence. A preset of today has up to 131,072 positions, more than a step has tokens
 # The most tokens of a micro-step by default. On an H200, 65,536 tokens of GPT-2 124M take 115 ms, and the host takes 33
 # to 45 ms to launch their kernels. On a CPU 65,536 tokens would take 53 GiB of memory, and 4,096 tokens take 5 GiB
-SHORT = 1024  # tokens of a sequence. A preset of today has up to 131,072 positions, more than a step has tokens
 DEFAULT_TOKENS = {"cuda": 65536, "cpu": 4096}
 OVERFIT_LOSS = 0.1  # nats a token: a model that knows its only batch by heart is below it
 
@@ -65,10 +65,11 @@ class TrainConfig:
         micro_step = self.batch_size * self.block_size * ranks
         processes = f" x {ranks} processes" if ranks > 1 else ""
         below = max(0, self.tokens_per_step // micro_step * micro_step)
-        steps = f"{below} or {below + micro_step}" if below else str(micro_step)
-        suggestion = steps if below else f"{steps}, or a smaller train.block_size"
+        suggestion = f"{below} or {below + micro_step}" if below else str(micro_step)
         if self.block_size > SHORT and self.tokens_per_step % (self.batch_size * SHORT * ranks) == 0:
-            suggestion = f"train.block_size={SHORT}, or steps of {steps} tokens"
+            suggestion = f"train.block_size={SHORT}, or steps of {suggestion} tokens"
+        elif not below:
+            suggestion += ", or a smaller train.block_size"
         check(
             self.tokens_per_step > 0 and below == self.tokens_per_step,
             f"train.tokens_per_step={self.tokens_per_step} does not divide into micro-steps of train.batch_size "

@@ -163,12 +163,14 @@ today_batches() {
     part today-fp8 -m scripts.generate -m $words kernels=triton attn=triton generate.kv=fp8 batch=8
 }
 
-# The modes of torch.compile beside each other, in about ten minutes (an estimate). The last one needs nvidia-cutlass.
-# In one sitting with the ladder, the first table of results/README.md takes the fastest mode as its torch.compile
+# The slower modes of torch.compile, in the steps of the ladder, in about fifteen minutes (an estimate). The second mode
+# needs nvidia-cutlass. The first table of results/README.md then takes the fastest mode of the sitting
 compile_modes() {
-    local modes=default,max-autotune-no-cudagraphs,max-autotune-cutlass
-    part compile-modes train.py -m +experiment=throughput model=gpt2_124m,smollm2_135m train.block_size=1024 \
-        precision=bf16 kernels=compile attn=sdpa kernels.compile_mode=$modes train.max_steps=25 proof=false
+    local words="precision=bf16 kernels=compile attn=sdpa"
+    words+=" kernels.compile_mode=max-autotune-no-cudagraphs,max-autotune-cutlass"
+    part compile-modes train.py -m +experiment=throughput $words sweep.repeats=3
+    part compile-modes-smollm2_135m train.py -m +experiment=throughput $words model=smollm2_135m \
+        train.block_size=1024 train.max_steps=25
 }
 
 # The tables of languages in results/README.md, on one GPU: about 20 minutes of kernels and 20 of steps (estimates). A

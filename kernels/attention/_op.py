@@ -1,4 +1,4 @@
-"""The operators and the autograd of FlashAttention-2, whose kernels a backend launches."""
+"""FlashAttention-2's operators and its autograd. A backend launches the kernels."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def define_attention(name: str, launch_forward: Callable, launch_backward: Calla
 def refused_options(
     dtypes: Sequence[torch.dtype], q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None
 ) -> str | None:
-    """Return what kernels for `dtypes` take instead of these dtypes or this window, or None if they take them."""
+    """Return what kernels for `dtypes` take instead of these arguments, or None if they take them."""
     if window is not None and not causal:
         return "windows only in causal attention"
     return unsupported_dtype(dtypes, q, k, v)

@@ -1,8 +1,8 @@
 """The kernels of tilelang.py. Importing this file imports TileLang, which reads the source of these functions.
 
-q, k, v, out and their gradients are (B, T, H, D), and lse and delta (B, H, Tq) fp32. `window` is Tk without a window,
-and `group` the number of query heads that share a key head. A tile has M queries or N keys, and all D channels of a
-head. What lies beyond the edge of a tensor is loaded as 0, and not stored.
+q, k, v, out and their gradients are (B, T, H, D), and lse and delta (B, H, Tq rounded up) fp32. `window` is Tk without
+a window, and `group` the number of query heads that share a key head. A tile has M queries or N keys, and all D
+channels of a head. What lies beyond the edge of a tensor is loaded as 0, and not stored.
 """
 
 import math
@@ -22,7 +22,7 @@ def sizes() -> list[T.Var]:
 
 
 def strides(tensor: str) -> tuple[T.Var | int, ...]:
-    """Return the strides of a (B, T, H, D) tensor, of which the kernel knows only the last one."""
+    """Return the strides of a (B, T, H, D) tensor. Only the last one is a constant."""
     return *(T.dynamic(f"{tensor}_{axis}", "int64") for axis in "bth"), 1
 
 
@@ -108,7 +108,7 @@ def attention_fwd(D, group, tile, causal, dtype):
 
 @tilelang.jit(pass_configs=FAST)
 def attention_dq(D, group, tile, causal, dtype):
-    """Write dq, and delta, each query's sum of dout out."""
+    """Write dq, and delta, each query's sum of dout * out."""
     (B, Tq, Tk, H, Hkv, row), M, N = sizes(), tile.queries, tile.keys
 
     @T.prim_func
@@ -210,17 +210,17 @@ def attention_dkdv(D, group, tile, causal, dtype):
             total_v = T.alloc_fragment((N, D), "float32")
             n = block * N
             # No query before any_start or from any_end on sees a key of the tile. The queries from all_start to
-            # before all_end see all of them. Without a causal mask no tile needs one, because rows of keys beyond Tk
-            # are not stored
-            first = n + Tq - Tk  # of the queries that see key n
+            # before all_end see all of them. Without a causal mask no tile is masked, because dk and dv of keys beyond
+            # Tk are not stored
+            first = n + Tq - Tk  # the first query that sees key n
             any_start, all_start, all_end, any_end = (
                 T.max(first, 0) if causal else 0,
                 first + N - 1 if causal else 0,
                 first + window if causal else Tq + M,
                 T.min(first + N - 1 + window, Tq) if causal else Tq,
             )
-            # Tiles of each head, at least one, of which the mask hides all: k_shared must have arrived before the end,
-            # because dk_shared takes its place
+            # Tiles of queries of each head. At least one, even if it is masked: the loop waits for k_shared, and
+            # dk_shared takes its place
             steps = T.max(T.ceildiv(any_end, M) - any_start // M, 1)
             T.copy(k[b, n : n + N, kv_head, 0:D], k_shared)
             T.copy(v[b, n : n + N, kv_head, 0:D], v_shared)

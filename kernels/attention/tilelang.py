@@ -10,21 +10,21 @@ triton.py derives the formulas. Every sum belongs to one program, so no atomics 
 bits. The backward has seven matmuls instead of five, because both of its kernels recompute s and dp. Only the tiles
 that the diagonal, a window or the last key crosses are masked.
 
-At (32, 1024, 12, 64) in bf16 the causal forward is 52 GFLOP, 201 million exponentials and 0.2 GB, and the backward 129
-GFLOP. An H200 takes 0.065 ms for the forward's matmuls at 790 TFLOP/s, about as long for the exponentials (triton.py),
-and 0.05 ms for the bytes. So matmuls and exponentials should overlap.
+At (32, 1024, 12, 64) in bf16 the causal forward is 52 GFLOP, 201 million exponentials and 0.2 GB, and the backward's
+seven matmuls are 180 GFLOP. An H200 takes 0.065 ms for the forward's matmuls at 790 TFLOP/s, about as long for the
+exponentials (triton.py), and 0.05 ms for the bytes. So matmuls and exponentials should overlap.
 
 In the CUDA that TileLang writes, a program has 384 threads. One warpgroup, with 24 registers a thread, loads tiles by
-TMA, each into a ring of two. The other two have 240 registers a thread, and each multiplies 64 rows with wgmma. They
-wait for each other only after their loop, so one can take exponentials while the other multiplies; each waits for its
-own product before it goes on. Four threads hold a row of scores and share its largest and its sum by shuffles. p and ds
+TMA, those of the loop into rings of two. The other two have 240 registers a thread, and each multiplies 64 rows with
+wgmma. They wait for each other only after their loop. So one may take exponentials while the other multiplies. Each
+waits for its own products. Four threads hold a row of scores and exchange its largest and its sum by shuffles. p and ds
 go from registers into the next product, and the tiles of k, v, q and dout are read as they lie in shared memory, by
 rows or by columns: no tile is transposed or copied. TMA also stores out and the gradients, from the place in shared
 memory where q or k and v were. Nothing spills. This file has not run on a GPU; its CUDA gave the right numbers in an
 emulator of threads, TMA and wgmma on a CPU (tests/kernels/emulate_tilelang.py).
 
 q, k and v may be views of one packed tensor, and the gradients are views of one buffer (packed.py). Lengths, documents
-and fp32 are not supported, nor heads whose channels are no multiple of 16, the depth of a wgmma.
+and fp32 are not supported, nor head dims that 16, the depth of a wgmma, does not divide.
 """
 
 from typing import NamedTuple
@@ -52,8 +52,8 @@ class Tile(NamedTuple):
     queries: int
     keys: int
     stages: int = 2
-    threads: int = 256  # that multiply
-    registers: int = 240  # of each of them
+    threads: int = 256  # that multiply; 128 more load
+    registers: int = 240  # of a thread that multiplies
 
 
 # {kernel: {D rounded up to 64 or 128: tile}}. Nothing spills
@@ -74,10 +74,17 @@ def options(kernel: str, q: Tensor, k: Tensor, causal: bool) -> tuple[int, int, 
     return D, q.shape[2] // k.shape[2], TILES[kernel][64 if D <= 64 else 128], causal, dtype_name(q)
 
 
+def tma_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` (B, T, H, D), or a contiguous copy if TMA cannot read it: can_use_tma() has the conditions."""
+    tensor = align_rows(tensor)
+    can_read = all(0 < stride * tensor.element_size() < 2**40 for stride in tensor.stride())
+    return tensor if can_read else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
     from kernels.attention import _tilelang
 
-    q, k, v = map(align_rows, (q, k, v))
+    q, k, v = map(tma_rows, (q, k, v))
     out, lse = empty_outputs(q)
     kernel = _tilelang.attention_fwd(*options("fwd", q, k, causal))
     launch(kernel, q=q, k=k, v=v, out=out, lse=lse, scale=scale, window=window)
@@ -99,7 +106,7 @@ def launch_backward(
 
     grads = gradient_buffer(q, k)
     dq, dk, dv = gradient_views(grads, q, k)
-    q, k, v, dout, out = *map(align_rows, (q, k, v)), align(dout), align(out)
+    q, k, v, dout, out = *map(tma_rows, (q, k, v)), align(dout), align(out)
     delta = torch.empty_like(lse)
     launch(
         _tilelang.attention_dq(*options("dq", q, k, causal)),

@@ -28,6 +28,18 @@ def product(
     return total
 
 
+def product_of_columns(
+    a: ct.Array, b: ct.Array, start: int, end: int, f: int, c: int, BLOCK_N: int, BLOCK_F: int, BLOCK_C: int
+) -> ct.Tile:
+    """Return tile (f, c) of a^T b in fp32, summed over the tiles of rows from `start` to before `end`."""
+    total = ct.zeros((BLOCK_F, BLOCK_C), dtype=ct.float32)
+    for n in range(start, end):
+        a_tile = ct.load(a, (f, n), (BLOCK_F, BLOCK_N), order="F", padding_mode=ZERO)
+        b_tile = ct.load(b, (n, c), (BLOCK_N, BLOCK_C), padding_mode=ZERO)
+        total = ct.mma(a_tile, b_tile, total)
+    return total
+
+
 # Eight warps multiply, so a thread has 128 of the sums of a tile of 128 x 256. By default four do, and they spill
 @ct.kernel(num_worker_warps=8)
 def cutile_matmul(
@@ -62,23 +74,11 @@ def cutile_matmul_transposed(
     BLOCK_F: Size,
     BLOCK_C: Size,
     GROUP: Size,
-    ADD: Flag,
 ):
-    """Write out[split] = a^T b over the rows of this part of the sum, or with ADD add it to out[split].
-
-    The L2 cache adds. If a block loaded `out` instead, each step of the loop would wait for its wgmma (tileiras 13.5).
-    An element belongs to one block, so two calls give the same bits.
-    """
+    """Write out[split] = a^T b over the rows of this part of the sum."""
     tiles_f, tiles_c = ct.num_tiles(a, 1, (BLOCK_N, BLOCK_F)), ct.num_tiles(b, 1, (BLOCK_N, BLOCK_C))
     f, c = place(ct.bid(0), tiles_f, tiles_c, GROUP)
     split = ct.bid(1)
-    total = ct.zeros((BLOCK_F, BLOCK_C), dtype=ct.float32)
-    for n in range(split * steps, min(split * steps + steps, ct.num_tiles(a, 0, (BLOCK_N, BLOCK_F)))):
-        a_tile = ct.load(a, (f, n), (BLOCK_F, BLOCK_N), order="F", padding_mode=ZERO)
-        b_tile = ct.load(b, (n, c), (BLOCK_N, BLOCK_C), padding_mode=ZERO)
-        total = ct.mma(a_tile, b_tile, total)
-    total = total.astype(out.dtype).reshape((1, BLOCK_F, BLOCK_C))
-    if ADD:
-        out.tiled_view((1, BLOCK_F, BLOCK_C)).atomic_store_add((split, f, c), total)
-    else:
-        ct.store(out, (split, f, c), total)
+    start, end = split * steps, min(split * steps + steps, ct.num_tiles(a, 0, (BLOCK_N, BLOCK_F)))
+    total = product_of_columns(a, b, start, end, f, c, BLOCK_N, BLOCK_F, BLOCK_C)
+    ct.store(out, (split, f, c), total.astype(out.dtype).reshape((1, BLOCK_F, BLOCK_C)))

@@ -35,17 +35,12 @@ def tile_of(dtype: torch.dtype, columns: int) -> tuple[int, int, int]:
     return (128, 256, 64) if beyond < 128 else (256, 128, 64)
 
 
-def matmul(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_rows: bool = True, out: Tensor | None = None
-) -> Tensor:
-    """Return x w^T + bias (N, F) for contiguous x (N, C), w (F, C) and bias (F,) or None; x w + bias for w (C, F).
-
-    The result is `out` if that is given, contiguous.
-    """
+def matmul(x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_rows: bool = True) -> Tensor:
+    """Return x w^T + bias (N, F) for contiguous x (N, C), w (F, C) and bias (F,) or None; x w + bias for w (C, F)."""
     from kernels.linear._cutile import cutile_matmul
 
     N, F = len(x), w.shape[0 if w_by_rows else 1]
-    y = x.new_empty(N, F) if out is None else out
+    y = x.new_empty(N, F)
     n, f, c = tile_of(x.dtype, F)
     tiles = triton.cdiv(N, n) * triton.cdiv(F, f)
     grid = (min(tiles, multiprocessors(x.device)),)
@@ -66,12 +61,8 @@ def matmul(
     return y
 
 
-def matmul_transposed(a: Tensor, b: Tensor, total: Tensor | None = None, add: bool = False) -> Tensor:
-    """Return a^T b (F, C) in the dtype of a, for contiguous a (N, F) and b (N, C), N > 0. It sums in fp32.
-
-    With `total`, (F, C) in fp32, it returns `total`, and writes the product there, or with `add` adds it. Then no other
-    blocks compute parts of the sum.
-    """
+def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """Return a^T b (F, C) in the dtype of a, for contiguous a (N, F) and b (N, C), N > 0. It sums in fp32."""
     from kernels._cutile_sums import add_partial_sums
     from kernels.linear._cutile import cutile_matmul_transposed
 
@@ -79,10 +70,7 @@ def matmul_transposed(a: Tensor, b: Tensor, total: Tensor | None = None, add: bo
     f, c, n = tile_of(a.dtype, C)
     tiles = triton.cdiv(F, f) * triton.cdiv(C, c)
     splits, steps = split_sum(triton.cdiv(N, n), tiles, multiprocessors(a.device))
-    if total is not None:
-        splits, steps = 1, triton.cdiv(N, n)
-    dtype = a.dtype if splits == 1 else torch.float32
-    out = torch.empty(splits, F, C, dtype=dtype, device=a.device) if total is None else total[None]
+    out = torch.empty(splits, F, C, dtype=a.dtype if splits == 1 else torch.float32, device=a.device)
     launch(
         cutile_matmul_transposed,
         (tiles, splits),
@@ -94,7 +82,6 @@ def matmul_transposed(a: Tensor, b: Tensor, total: Tensor | None = None, add: bo
         BLOCK_F=f,
         BLOCK_C=c,
         GROUP=GROUP,
-        ADD=add,
     )
     return out[0] if splits == 1 else add_partial_sums(out.view(splits, F * C), a.dtype).view(F, C)
 

@@ -4,7 +4,7 @@ import math
 
 import cuda.tile as ct
 
-from kernels.linear._cutile import place, product
+from kernels.linear._cutile import place, product, product_of_columns
 
 ZERO, NEG_INF = ct.PaddingMode.ZERO, ct.PaddingMode.NEG_INF
 LOG2E = math.log2(math.e)  # exp(x) = exp2(LOG2E x); the hardware has only exp2
@@ -99,3 +99,47 @@ def cutile_cross_entropy_gradient(
     if CAPPED:
         d *= 1.0 - tanh * tanh
     ct.store(logits, (row, v), d.astype(logits.dtype))
+
+
+# Named apart from the matmuls of kernels/linear/_cutile.py, because a run's proof attributes its kernels by name
+@ct.kernel(num_worker_warps=8)
+def cutile_cross_entropy_dx(
+    d,  # (n, V), the gradient of the logits
+    w,  # (V, C)
+    dx,  # (n, C)
+    BLOCK_N: Size,
+    BLOCK_C: Size,
+    BLOCK_V: Size,
+    GROUP: Size,
+):
+    """Write dx = d w."""
+    tiles_n, tiles_c = ct.num_tiles(dx, 0, (BLOCK_N, BLOCK_C)), ct.num_tiles(dx, 1, (BLOCK_N, BLOCK_C))
+    for tile in range(ct.bid(0), tiles_n * tiles_c, ct.num_blocks(0)):
+        n, c = place(tile, tiles_n, tiles_c, GROUP)
+        ct.store(dx, (n, c), product(d, w, n, c, BLOCK_N, BLOCK_C, BLOCK_V, False).astype(dx.dtype))
+
+
+@ct.kernel(num_worker_warps=8)
+def cutile_cross_entropy_dweight(
+    d,  # (n, V), the gradient of the logits
+    x,  # (n, C)
+    dweight,  # (V, C) fp32
+    BLOCK_N: Size,  # tokens that are added at once
+    BLOCK_V: Size,
+    BLOCK_C: Size,
+    GROUP: Size,
+    ADD: Flag,
+):
+    """Write dweight = d^T x, or with ADD add it to dweight.
+
+    The L2 cache adds. If a block loaded dweight instead, each step of the loop would wait for its wgmma (tileiras
+    13.5). An element belongs to one block, so two calls give the same bits.
+    """
+    tiles_v, tiles_c = ct.num_tiles(d, 1, (BLOCK_N, BLOCK_V)), ct.num_tiles(x, 1, (BLOCK_N, BLOCK_C))
+    v, c = place(ct.bid(0), tiles_v, tiles_c, GROUP)
+    end = ct.num_tiles(d, 0, (BLOCK_N, BLOCK_V))
+    total = product_of_columns(d, x, 0, end, v, c, BLOCK_N, BLOCK_V, BLOCK_C)
+    if ADD:
+        dweight.tiled_view((BLOCK_V, BLOCK_C)).atomic_store_add((v, c), total)
+    else:
+        ct.store(dweight, (v, c), total)

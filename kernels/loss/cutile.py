@@ -5,22 +5,21 @@ The forward already computes the gradients, so of the (N, V) logits only those o
     logits  = x W^T                                a matmul, which also writes log2(sum(exp(logit))) of a tile's rows
     losses, and lse of each row                    from these sums, 393 a row at V = 50,304, and the target's logit
     dlogits = exp(logits - lse) - onehot(target)   in place; a block has one tile
-    dx      = dlogits W                            kernels/linear/cutile.py
+    dx      = dlogits W                            with the loops of kernels/linear/_cutile.py
     dW     += dlogits^T x                          the same; the L2 cache adds in fp32
 
 The softmax is that of the rounded logits, as in eager.py, in every dtype. _unnormalised.py needs no pass over the
-logits, but it works only in bf16, and must compute rows with a large loss again. Here the first matmul saves the pass
-that finds each row's sum, and dlogits remains. An element of dW belongs to one block of a launch, so two calls give the
-same bits.
+logits, but it works only in bf16, and must compute rows with a large loss again. Here the first matmul sums each row,
+so only the pass dlogits remains. An element of dW belongs to one block of a launch, so two calls give the same bits.
 
 At 32,768 tokens of 768 channels and V = 50,304 the three matmuls are 7.6 TFLOP, and bare they take cuBLAS 10.3 ms on an
 H200. The logits move five times, 16.5 GB. The matmuls move 9.9 GB of them while they compute. dlogits moves 6.6 GB,
 1.6 ms at the copy rate. A chunk has 5,632 tokens, so dx has 44 x 3 tiles, one for each multiprocessor, and each chunk
 adds 155 MB to dW.
 
-For Hopper, tileiras 13.5 makes three matmuls like those of linear/cutile.py: the next wgmma start before the last are
-done, also with the sums of the first and with TMA's reduction into dW. dlogits loads and stores 16 bytes a thread. If C
-and V are multiples of 8, nothing spills in 16 bits. It has not run on a GPU yet.
+For Hopper, tileiras 13.5 overlaps the wgmma of all three matmuls, as in linear/cutile.py, also with the sums of the
+first and with TMA's addition to dW. dlogits loads and stores 16 bytes a thread. If C and V are multiples of 8, nothing
+spills in 16 bits. It has not run on a GPU yet.
 
 dx and dW are gradients of the sum of the losses, which PyTorch scales in the backward. fp8 is not supported.
 """
@@ -32,15 +31,15 @@ from torch import Tensor
 from kernels.cutile import detail, launch, unavailable  # noqa: F401
 from kernels.direct import custom_op
 from kernels.gpu import DTYPES, multiprocessors, unsupported_dtype
-from kernels.linear.cutile import GROUP, matmul, matmul_transposed, tile_of
+from kernels.linear.cutile import GROUP, tile_of
 from kernels.loss._in_forward import backward, setup_context
 from kernels.loss.triton import apply_to_rows, empty_outputs
 from kernels.registry import Unavailable
 
 LOGITS_BYTES = 544 * 2**20  # of one chunk: 5,632 tokens at V = 50,304 in bf16
 RUNS = ("cutile_cross_entropy|cutile_linear_cross_entropy",)
-FAMILY = "cutile_cross_entropy|cutile_matmul"
-ROWS = 8  # tokens of which a block adds the sums of the tiles: 32 bytes of each tile
+FAMILY = "cutile_cross_entropy"
+ROWS = 8  # tokens of a block that adds the tiles' sums: 32 bytes of each tile
 TILE = 32, 256  # tokens and words of a tile of dlogits
 
 
@@ -108,6 +107,37 @@ def write_gradient(logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: i
     )
 
 
+def multiply(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dweight: Tensor, add: bool) -> None:
+    """Write dx (n, C), and dweight (V, C) in fp32; with `add`, add to dweight."""
+    from kernels.loss._cutile import cutile_cross_entropy_dweight, cutile_cross_entropy_dx
+
+    (N, V), C = dlogits.shape, x.shape[1]
+    rows, columns, depth = tile_of(x.dtype, C)
+    launch(
+        cutile_cross_entropy_dx,
+        (min(triton.cdiv(N, rows) * triton.cdiv(C, columns), multiprocessors(x.device)),),
+        d=dlogits,
+        w=weight,
+        dx=dx,
+        BLOCK_N=rows,
+        BLOCK_C=columns,
+        BLOCK_V=depth,
+        GROUP=GROUP,
+    )
+    launch(
+        cutile_cross_entropy_dweight,
+        (triton.cdiv(V, rows) * triton.cdiv(C, columns),),
+        d=dlogits,
+        x=x,
+        dweight=dweight,
+        BLOCK_N=depth,
+        BLOCK_V=rows,
+        BLOCK_C=columns,
+        GROUP=GROUP,
+        ADD=add,
+    )
+
+
 def compute_loss(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,8 +153,7 @@ def compute_loss(
         lse = write_losses(x[tokens], weight, targets[tokens], losses[tokens], logits, ignore_index, softcap)
         if gradients:
             write_gradient(logits, targets[tokens], lse, ignore_index, softcap)
-            matmul(logits, weight, w_by_rows=False, out=dx[tokens])
-            matmul_transposed(logits, x[tokens], dweight, add=start > 0)
+            multiply(logits, x[tokens], weight, dx[tokens], dweight, add=start > 0)
     return losses.sum(), dx, dweight
 
 

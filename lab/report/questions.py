@@ -113,7 +113,7 @@ def is_mode(name: str) -> bool:
 
 
 def take_fastest_mode(runs: Runs) -> Runs:
-    """Return the runs of a sitting, where torch.compile is its fastest mode, if other modes than the default have run.
+    """Return a sitting's runs, with the fastest mode of torch.compile as torch.compile if other modes ran.
 
     Each mode then also has a name of its own: "torch.compile, default", "torch.compile, max-autotune-no-cudagraphs".
     """
@@ -228,7 +228,7 @@ def comparable_speed(runs: list[dict], all_runs: Runs) -> float:
 
 
 def fastest(device: str) -> str:
-    """Return the tokens/s of each choice and model, and beside torch.compile's; then the lines of peers()."""
+    """Return the tokens/s of each choice and model, with the ratio to torch.compile's; then the lines of peers()."""
 
     def cell(own: list[dict], runs: Runs) -> str:
         return f"{median_speed(own):,.0f}{of_baseline(own, runs.get(BASELINE, []))}"
@@ -241,7 +241,7 @@ def peers(device: str) -> str:
     """Return a line for each other system that trained a column's model: its speed, and our fastest in bf16 beside it.
 
     The fastest system is first. Both sides are of the newest sitting that has the system and rows of ours. If it is not
-    the column's, the line names its commit. Of several modes of torch.compile in the column's sitting each has a line.
+    the column's, the line names its commit. Each mode of torch.compile in the column's sitting has a line, too.
     """
     lines, oldest_first = [], sorted(sittings(device), key=lambda runs: first_row(runs)["started"])
     for model, column in columns(device).items():
@@ -251,7 +251,10 @@ def peers(device: str) -> str:
                 known = NAMES if first_row(runs) == first_row(column) else [*NAMES, *filter(is_mode, runs)]
                 newest |= {name: runs for name in runs if name not in known and any(map(speed, runs[name]))}
         for name, runs in sorted(newest.items(), key=lambda item: -median_speed(item[1][item[0]])):
-            others, ours = runs[name], max(exact(runs), key=lambda own: comparable_speed(runs[own], runs))
+            own = [choice for choice in exact(runs) if choice != BASELINE or not is_mode(name)]
+            if not own:
+                continue
+            others, ours = runs[name], max(own, key=lambda choice: comparable_speed(runs[choice], runs))
             precision, ratio_text = shown_run(others)["config"]["precision"], of_baseline(runs[ours], others)
             own_sitting = first_row(runs) == first_row(column)
             lines.append(

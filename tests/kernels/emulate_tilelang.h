@@ -1,7 +1,7 @@
 // A program of the CUDA C++ that TileLang writes for attention in bf16, on a CPU: emulate_tilelang.py includes this.
 // Each thread is a fiber. A wait lets the others run. TMA arrives at once or, by a coin, only when a thread waits for
 // it. wgmma reads shared memory by its descriptor, with the swizzle of 32, 64 or 128 bytes, and shared memory begins
-// as NaN. What CUDA would order only by time is not seen: wgmma ends at once, and fences do nothing.
+// as NaN. A race between a wgmma and what follows it is not seen: wgmma ends at once, and fences do nothing.
 #include <ucontext.h>
 
 #include <algorithm>

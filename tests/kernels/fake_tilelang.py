@@ -162,8 +162,10 @@ class Tensor:
                 assert number(size) == found, (self.shape, self.strides, tensor.shape, tensor.stride())
         assert self.strides or tensor.is_contiguous()
         strides = tensor.stride()[:-1] if self.strides else tensor.shape[-1:]
-        rows_are_aligned = all(stride * tensor.element_size() % 16 == 0 for stride in strides)
-        assert rows_are_aligned or not self.strides  # TMA loads and stores these
+        strides = [stride * tensor.element_size() for stride in strides]
+        rows_are_aligned = all(stride % 16 == 0 for stride in strides)
+        # TMA loads and stores these
+        assert not self.strides or (rows_are_aligned and all(0 < stride < 2**40 for stride in strides))
         assert tensor.data_ptr() % 16 == 0 or not rows_are_aligned
 
     def dynamic(self):

@@ -8,6 +8,7 @@ import torch
 
 from kernels import check
 from kernels.check import broken_rule, exact_results, poisoned_memory, rounding_error
+from kernels.compat import forget_functions
 
 
 @pytest.mark.parametrize(
@@ -132,11 +133,12 @@ def test_new_memory_is_nan_however_a_kernel_allocates_it():
 
 def test_what_is_compiled_after_poisoned_memory_may_allocate():
     """In commit f0e34a1 Dynamo could no longer trace torch.empty_like ("call function marked as skipped")."""
-    torch._dynamo.trace_rules.clear_lru_cache()
+    torch.compiler.reset()
+    forget_functions()
     with poisoned_memory():
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    halved = torch.compile(lambda x: torch.div(x, 2, out=torch.empty_like(x)), backend="eager", fullgraph=True)
-    assert halved(torch.ones(2)).tolist() == [0.5, 0.5]
+    halve = torch.compile(lambda x: torch.div(x, 2, out=torch.empty_like(x)), backend="eager", fullgraph=True)
+    assert halve(torch.ones(2)).tolist() == [0.5, 0.5]
 
 
 def test_a_part_along_a_direction_is_compared():

@@ -25,7 +25,7 @@ from torch.nn.functional import gelu, pad, silu
 
 from kernels import cutile, decode, quack, tilelang
 from kernels.check import broken_rule, why_wrong
-from kernels.gpu import package_unavailable, refused_widths
+from kernels.gpu import align, package_unavailable, refused_widths
 from kernels.loss import liger_cute
 from kernels.mlp import nvmath
 from kernels.muon import gram
@@ -724,6 +724,16 @@ def test_tiles_of_attention_in_tilelang(D, options, packages):
     assert why_wrong("attention", "tilelang", backend("attention", "tilelang").attention, inputs, torch.float16) is None
 
 
+def test_only_what_tma_cannot_read_is_copied():
+    """A single row may have any stride for is_contiguous(), but not for TMA. 4 bytes are no multiple of 16."""
+    for shape in ((5,), (3, 8), (2, 5, 2, 64)):
+        tensor = torch.empty(shape)
+        assert align(tensor) is tensor
+    for tensor in (torch.empty(1, 16)[:, :8], torch.empty(9)[1:], torch.empty(2, 5, 2, 64).transpose(1, 2)):
+        assert align(tensor).is_contiguous()
+        assert align(tensor).data_ptr() != tensor.data_ptr()
+
+
 def test_scores_far_below_zero_in_tilelang(packages):
     """exp2(0 - lse) of a key beyond Tk, whose score would be 0, is inf: it must be masked in dq without causal=True."""
     inputs = contract("attention").inputs((1, 5, 2, 64), causal=False, dtype=torch.float16)
@@ -921,7 +931,7 @@ def test_helions_kernels_compile_for_hopper_and_its_loss_is_right(interpret, wor
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("tilelang") is None, reason="TileLang is not installed")
-@pytest.mark.parametrize(("program", "lines"), [("compile_tilelang", 119), ("emulate_tilelang", 10)])
+@pytest.mark.parametrize(("program", "lines"), [("compile_tilelang", 119), ("emulate_tilelang", 11)])
 def test_tilelangs_kernels_compile_for_hopper_and_attention_is_right_on_a_cpu(program, lines):
     command = [sys.executable, "-m", f"tests.kernels.{program}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
