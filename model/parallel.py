@@ -57,7 +57,7 @@ def check_context_divides(model: GPTConfig, **lengths: int) -> None:
 def warn_of_one_process(parallel: str, ranks: Ranks) -> None:
     """Warn if `parallel` asks for several processes, and there is one."""
     if ranks.single and parallel != "ddp":  # the default
-        advice = f"torchrun --standalone --nproc_per_node=2 train.py parallel={parallel} starts two"
+        advice = "torchrun --standalone --nproc_per_node=2 train.py starts two"
         warn(f"parallel={parallel} has no effect, because this job has one process; {advice}")
 
 

@@ -18,7 +18,7 @@ FP8 = "fp8"  # the family of our kernels in fp8
 FAMILY_COLOURS = dict(zip(("eager", "compile", "triton", "gluon", FP8), CHOICE_COLOURS, strict=False))
 FAMILY_COLOURS |= {"triton + compile": BACKEND_COLOURS[6], "gluon + compile": BACKEND_COLOURS[7]}
 SYMBOLS = ["circle", "square", "diamond", "cross", "triangle-up", "x", "star", "pentagon", "triangle-down", "hexagon"]
-SYMBOLS += ["diamond-tall", "triangle-left", "triangle-right"]
+SYMBOLS += ["diamond-tall", "triangle-left", "triangle-right", "hexagram"]
 DASHES = "solid", "dot", "longdash"  # "dash" is for references
 PART_COLOURS = ["#4477AA", "#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#AA4499", "#999933", "#117733", "#882255"]
 PART_COLOURS += ["#332288", "#E69F00", "#8B5A2B", "#00708A", "#7A9E2E"]

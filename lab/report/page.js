@@ -45,7 +45,8 @@ function shorten(section, traces, order) {
 // The marks of a legend: Plotly's names of symbols and of dashes -> characters.
 const MARKS = {
   circle: "●", square: "■", diamond: "◆", cross: "✚", "triangle-up": "▲", "triangle-down": "▼", x: "✖", star: "★",
-  pentagon: "⬟", hexagon: "⬢", solid: "━", dot: "•••", longdash: "━ ━", dash: "╍╍",
+  pentagon: "⬟", hexagon: "⬢", "diamond-tall": "♦", "triangle-left": "◀", "triangle-right": "▶", hexagram: "✶",
+  solid: "━", dot: "•••", longdash: "━ ━", dash: "╍╍",
 };
 
 // Returns a legend that has each name once; a single name needs no legend. Plotly's own legend cuts long names on a phone.

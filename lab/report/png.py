@@ -12,7 +12,7 @@ from lab.report.plot import Figure, Series, octave_ticks
 # Plotly's names -> matplotlib's
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "cross": "P", "triangle-up": "^", "star": "*"}
 MARKERS |= {"x": "X", "pentagon": "p", "triangle-down": "v", "hexagon": "h", "diamond-tall": "d", "triangle-left": "<"}
-MARKERS |= {"triangle-right": ">", "circle-open": "o"}
+MARKERS |= {"triangle-right": ">", "hexagram": (6, 1, 0), "circle-open": "o"}  # a star with six rays
 LINES = {"solid": "-", "dot": ":", "longdash": "--", "dash": "-."}
 
 

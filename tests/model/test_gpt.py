@@ -211,7 +211,7 @@ def test_a_model_with_a_soft_cap_needs_a_loss_that_takes_one(monkeypatch):
     for impl in ("torch_chunked", "liger"):
         monkeypatch.setattr(backend("loss", impl), "unavailable", lambda device: None)
     message = r"^loss=torch_chunked cannot run this: .* takes no softcap \(kernels/loss/__init__\.py\): choose "
-    message += r"kernels\.loss=auto, eager, gluon, gluon_whole, liger, liger_large, triton, triton_whole, xla$"
+    message += r"kernels\.loss=auto, cutile, eager, gluon, gluon_whole, liger, liger_large, triton, triton_whole, xla$"
     with pytest.raises(Unavailable, match=message):
         load_ops(config, KernelsConfig(loss="torch_chunked"), AttnConfig("eager"), "fp32", cpu)
     with pytest.raises(Unavailable, match=r"^loss=liger cannot run this: .* takes no fp8 .*=auto, eager, triton$"):
@@ -418,7 +418,9 @@ def test_keep_attention_avoids_the_second_forward_of_attention(keeps, times):
 
 
 def test_attention_without_an_operator_cannot_be_kept():
-    with pytest.raises(Unavailable, match=r"kernels.attention.eager names no operator .*: choose attn=.*sdpa, triton$"):
+    with pytest.raises(
+        Unavailable, match=r"kernels.attention.eager names no operator .*: choose attn=.*sdpa, tilelang, triton$"
+    ):
         gpt(replace(SMALL, checkpointing="block", keep_attention=True), "eager")
 
 

@@ -6,15 +6,17 @@ import json
 import os
 import re
 import statistics
+from pathlib import Path
 
 import pytest
 
 from kernels.registry import OPS, TRAINING_OPS, impls
 from lab.proof.receipt import AFTER_OPS, BEFORE_OPS
+from lab.report import page
 from lab.report.bench_panels import OP_COLOURS
 from lab.report.choice_table import report_tables, wandb_table
 from lab.report.choices import Choice
-from lab.report.colours import choice_colours, part_colours
+from lab.report.colours import DASHES, SYMBOLS, choice_colours, part_colours
 from lab.report.describe import kernels_name
 from lab.report.panels import choice_origin, speed_figure, tradeoff_figure
 from lab.report.plot import plotly
@@ -122,6 +124,12 @@ def test_a_choice_has_the_median_speed_and_the_largest_peak_of_its_runs():
     keys = "perf/tokens_per_sec", "mem/peak_allocated_gib"
     choice = Choice([make_row() | dict(zip(keys, pair, strict=True)) for pair in figures])
     assert (choice.speed, choice.spread, choice.memory) == (104.0, (100.0, 120.0), 5.0)
+
+
+def test_each_symbol_and_dash_has_a_mark_in_the_legend():
+    script = (Path(page.__file__).parent / "page.js").read_text()
+    marks = re.findall(r'"?([\w-]+)"?: "\S', script.partition("MARKS = {")[2].partition("};")[0])
+    assert {*SYMBOLS, *DASHES} <= {*marks}
 
 
 def test_a_colour_says_the_kernels_and_a_symbol_the_attention(tmp_path):
