@@ -165,13 +165,15 @@ def heads_in_l2(k: Tensor) -> int:
 
 
 def can_use_tma(*tensors: Tensor) -> bool:
-    """Return whether the kernels move tiles of these tensors with TMA, Hopper's copy engine.
+    """Return whether the kernels move tiles of these tensors with TMA, Hopper's copy engine. For fp32 they do not."""
+    return has_tma(tensors[0].device) and tensors[0].dtype != torch.float32 and fits_tma(*tensors)
 
-    TMA requires that addresses and strides are multiples of 16 bytes, and strides below 2^40 bytes. The stride of a
-    dimension of size 1 may be any number. For fp32 the kernels do not use TMA.
+
+def fits_tma(*tensors: Tensor) -> bool:
+    """Return whether addresses and strides are multiples of 16 bytes, and strides above 0 and below 2^40 bytes.
+
+    The stride of a dimension of size 1 may be any number.
     """
-    if not has_tma(tensors[0].device) or tensors[0].dtype == torch.float32:
-        return False
     strides = [s * t.element_size() for t in tensors for s in t.stride()[:-1]]  # in bytes
     return all(0 < s < 2**40 and s % 16 == 0 for s in strides) and all(t.data_ptr() % 16 == 0 for t in tensors)
 

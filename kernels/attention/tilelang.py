@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention._op import define_attention, refused_options
-from kernels.attention._triton_tiles import empty_outputs
+from kernels.attention._triton_tiles import empty_outputs, fits_tma
 from kernels.gpu import DTYPES, align, hopper_unavailable
-from kernels.packed import align_rows, gradient_buffer, gradient_views
+from kernels.packed import gradient_buffer, gradient_views
 from kernels.registry import Unavailable
 from kernels.tilelang import detail, dtype_name, launch  # noqa: F401
 from kernels.tilelang import unavailable as tilelang_unavailable
@@ -74,17 +74,16 @@ def options(kernel: str, q: Tensor, k: Tensor, causal: bool) -> tuple[int, int, 
     return D, q.shape[2] // k.shape[2], TILES[kernel][64 if D <= 64 else 128], causal, dtype_name(q)
 
 
-def tma_rows(tensor: Tensor) -> Tensor:
-    """Return `tensor` (B, T, H, D), or a contiguous copy if TMA cannot read it: can_use_tma() has the conditions."""
-    tensor = align_rows(tensor)
-    can_read = all(0 < stride * tensor.element_size() < 2**40 for stride in tensor.stride())
+def align_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` (B, T, H, D), or a contiguous copy if TMA cannot read it."""
+    can_read = tensor.stride(-1) == 1 and fits_tma(tensor)
     return tensor if can_read else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
     from kernels.attention import _tilelang
 
-    q, k, v = map(tma_rows, (q, k, v))
+    q, k, v = map(align_rows, (q, k, v))
     out, lse = empty_outputs(q)
     kernel = _tilelang.attention_fwd(*options("fwd", q, k, causal))
     launch(kernel, q=q, k=k, v=v, out=out, lse=lse, scale=scale, window=window)
@@ -106,7 +105,7 @@ def launch_backward(
 
     grads = gradient_buffer(q, k)
     dq, dk, dv = gradient_views(grads, q, k)
-    q, k, v, dout, out = *map(tma_rows, (q, k, v)), align(dout), align(out)
+    q, k, v, dout, out = *map(align_rows, (q, k, v)), align(dout), align(out)
     delta = torch.empty_like(lse)
     launch(
         _tilelang.attention_dq(*options("dq", q, k, causal)),

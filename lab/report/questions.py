@@ -97,14 +97,14 @@ def sittings(device: str) -> list[Runs]:
     found: dict[tuple, Runs] = {}
     for folder in folders(device):
         for row in results.read_rows(folder):
-            peer, wanted = peer_name(row), row.get("parameters", 0) >= SMALLEST and row.get("world_size", 1) == 1
-            if (
-                wanted
-                and not row["config"]["train"]["eval_every"]
-                and (peer or label(row) in NAMES or is_mode(label(row)))
-            ):
+            wanted = row.get("parameters", 0) >= SMALLEST and row.get("world_size", 1) == 1
+            if not wanted or row["config"]["train"]["eval_every"]:
+                continue
+            peer = peer_name(row)
+            name = peer or label(row)
+            if peer or name in NAMES or is_mode(name):
                 sitting = folder, work_of(row), row["env"].get("git_commit"), row["env"].get("gpu")
-                found.setdefault(sitting, {}).setdefault(peer or label(row), []).append(row)
+                found.setdefault(sitting, {}).setdefault(name, []).append(row)
     return list(map(take_fastest_mode, found.values()))
 
 

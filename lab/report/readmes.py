@@ -82,7 +82,7 @@ def draw_results() -> Iterator[Path]:
     for device in dict.fromkeys(match[3] for match in marks if match[2] == "fastest"):
         yield from draw_questions(device)
     for file in sorted(rows.RESULTS.glob("*/kernels.jsonl")):
-        yield from draw_roofline(rows.read_rows(file.parent.name, "kernels"), file.with_name("roofline.png"))
+        yield from draw_roofline(tables.kernel_rows(file.parent.name), file.with_name("roofline.png"))
     for file in sorted(rows.RESULTS.glob("*/attention.jsonl")):
         yield from draw_attention(rows.read_rows(file.parent.name, "attention"), file.with_name("attention.png"))
     for folder in sorted(rows.RESULTS.glob("*/curves")):

@@ -213,13 +213,15 @@ KERNEL_COLUMNS: dict[str, Cell] = {
 }
 
 
-def kernel_benchmarks(device: str) -> str:
-    """Return the table of the newest rows of scripts.bench_kernels for each op, dtype, shape and backend.
-
-    `scripts/measure.sh languages` keeps its rows in a folder of their own.
-    """
+def kernel_rows(device: str) -> list[dict]:
+    """Return the rows of scripts.bench_kernels, oldest first, with those of `scripts/measure.sh languages`."""
     rows = [row for folder in (device, f"{device}-languages") for row in results.read_rows(folder, "kernels")]
-    newest = newest_kernels(sorted(rows, key=lambda row: row.get("started", "")))  # rows without a time are old
+    return sorted(rows, key=lambda row: row.get("started", ""))  # rows without a time are old
+
+
+def kernel_benchmarks(device: str) -> str:
+    """Return the table of the newest rows of scripts.bench_kernels for each op, dtype, shape and backend."""
+    newest = newest_kernels(kernel_rows(device))
     if not newest:
         return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
     rows = sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"]))

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+launched: list[str] = []  # the names of the kernels
 program: list[tuple[int, ...]] = []  # the index of the program that runs, and the number of programs of each axis
 KERNELS = ["kernels._tilelang_sums", *(f"kernels.{op}._tilelang" for op in ("norm", "linear", "attention"))]
 
@@ -182,6 +183,7 @@ def prim_func(function):
     types = function.__annotations__
 
     def kernel(*arguments):
+        launched.append(function.__name__)
         for size in itertools.chain(*(each.dynamic() for each in types.values() if isinstance(each, Tensor))):
             size.value = None
         values = []

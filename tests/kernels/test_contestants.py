@@ -10,6 +10,7 @@ emulate_tilelang.py runs the CUDA C++ of attention in TileLang.
 """
 
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -30,7 +31,7 @@ from kernels.loss import liger_cute
 from kernels.mlp import nvmath
 from kernels.muon import gram
 from kernels.names import override_key
-from kernels.registry import Unavailable, backend, contract, load, missing_argument, unavailable
+from kernels.registry import Unavailable, backend, contract, family_patterns, load, missing_argument, unavailable
 from tests.kernels import fake_cutile, fake_tilelang
 from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
@@ -722,6 +723,23 @@ def test_tiles_of_attention_in_tilelang(D, options, packages):
         (1, 131, 4, D), kv_heads=2, packed=not options, **options, dtype=torch.float16
     )
     assert why_wrong("attention", "tilelang", backend("attention", "tilelang").attention, inputs, torch.float16) is None
+
+
+@pytest.mark.parametrize("language", [fake_cutile, fake_tilelang])
+def test_a_kernel_is_of_one_op(language, packages):
+    """A run's proof finds the kernels of an op by their names. In commit 839da668 linear's were also the loss's."""
+    impl, names = language.__name__.rpartition("_")[2], {}
+    for op in sorted({op for op, name in WRAPPED if name == impl} - {"rms_norm"}):  # it has the kernels of norm
+        language.launched.clear()
+        inputs = case_inputs(op, CASES[op][0], torch.bfloat16, CPU)
+        outputs_and_gradients(getattr(backend(op, impl), op), inputs)
+        names[op] = set(language.launched)
+        family = "|".join(family_patterns({op: impl})[op])
+        assert all(re.search(family, name) for name in names[op])
+    for op, other in itertools.permutations(names, 2):
+        runs = "|".join(backend(op, impl).RUNS)
+        assert any(re.search(runs, name) for name in names[op])
+        assert not any(re.search(runs, name) for name in names[other]), (op, other)
 
 
 def test_only_what_tma_cannot_read_is_copied():
