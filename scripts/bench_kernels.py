@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from kernels.names import TRAINING_OPS
 from kernels.registry import check_name, contract, impls
-from lab.bench.first_call import absent_backends, first_call
+from lab.bench.first_call import absent_backends, first_calls
 from lab.bench.op import DTYPES, OpConfig, as_list, backend_of, measure
 from lab.commands import command
 from lab.proof.source_lines import kernel_lines
@@ -65,7 +65,10 @@ def main(cfg: Config) -> None:
         with explain_out_of_memory(f"op={cfg.op} shape={name}", "the size: choose a smaller shape"):
             statuses, first_s = {} if cfg.impl else absent_backends(cfg.op, device), {}
             if cfg.first_call:  # a backend whose first call fails in its own process is not called in this one
-                first_s = time_first_calls(cfg.op, cfg.impl, shape, cfg.dtype, device, statuses)
+                names = cfg.impl or [*(impl for impl in impls(cfg.op) if impl not in statuses), "compile"]
+                answers = first_calls(cfg.op, names, shape, cfg.dtype, device)
+                first_s = {impl: seconds for impl, (seconds, _) in answers.items()}
+                statuses |= {impl: status for impl, (_, status) in answers.items() if status != "ok"}
             new_rows, reasons = measure(cfg.op, name, shape, cfg.impl, cfg.dtype, cfg.rounds, device, left_out=statuses)
         statuses |= reasons
         for impl, status in statuses.items():
@@ -92,21 +95,6 @@ def main(cfg: Config) -> None:
     print(f"done     {', '.join(map(str, files))}")
     labels = [f"{row['op']}/{row['shape']}/{row['impl']}" for row in rows]
     track_rows(tracker, f"bench-{cfg.op}", cfg, dict(zip(labels, rows, strict=True)), folder)
-
-
-def time_first_calls(
-    op: str, names: list[str], shape: dict, dtype: str, device: torch.device, statuses: dict[str, str]
-) -> dict[str, float | None]:
-    """Return impl -> the seconds of its first call. Add the status of each that fails to `statuses`.
-
-    These are the backends in `names`, or all that are not in `statuses`, and compile.
-    """
-    names, seconds = names or [*(impl for impl in impls(op) if impl not in statuses), "compile"], {}
-    for impl in tqdm(names, disable=None, leave=False):
-        seconds[impl], status = first_call(op, impl, shape, dtype, device)
-        if status != "ok":
-            statuses[impl] = status
-    return seconds
 
 
 if __name__ == "__main__":

@@ -175,7 +175,8 @@ compile_modes() {
 
 # The tables of languages in results/README.md, on one GPU: about 20 minutes of kernels and 20 of steps (estimates). A
 # shorter session measures a part: ops="norm mlp" scripts/measure.sh languages_kernels, and
-# models=gpt2_124m scripts/measure.sh languages_steps. All rows must be of one commit and of six hours
+# models=gpt2_124m scripts/measure.sh languages_steps. On two GPUs, the kernels can run on one and the steps on the other
+# (CUDA_VISIBLE_DEVICES). All rows must be of one commit and of six hours, and those of a table of one GPU
 languages() { languages_kernels; languages_steps; }
 languages_kernels() {
     local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"

@@ -8,20 +8,24 @@ imported PyTorch, but neither Triton nor Inductor. The driver keeps its own cach
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from kernels.registry import KernelError, Unavailable, contract, impls, load, unavailable
 from lab.bench.op import DTYPES, backend_of, contestants, optional_arguments, outputs, random_gradients
-from lab.bench.probe import Worker, failed_status, print_to
+from lab.bench.probe import Worker, failed_status, first_word, print_to, run_probes
 from runtime.device import select_device
 from runtime.folders import cache_variables
 from runtime.timing import synchronize
 
 LIMIT = 300.0  # seconds of one first call
+AT_A_TIME = max(1, (os.cpu_count() or 1) // 4)  # two compilers that share a core would have each other's time
 PRELOAD = ["lab.bench.first_call"]
 
 
@@ -35,14 +39,33 @@ class FirstCall(NamedTuple):
     caches: str  # an empty folder
 
 
-def first_call(op: str, name: str, shape: dict, dtype: str, device: torch.device) -> tuple[float | None, str]:
-    """Return (seconds, "ok"), or (None, why there are none: "unavailable: why", "failed: how", "undecided: why")."""
+def first_calls(
+    op: str, names: list[str], shape: dict, dtype: str, device: torch.device
+) -> dict[str, tuple[float | None, str]]:
+    """Return name -> (seconds, "ok"), or (None, why there are none: "unavailable: why", "failed: how").
+
+    AT_A_TIME calls run together. A call for which the time or the memory was too short runs again alone; if this was
+    too short again, its status is "undecided: why".
+    """
+    call = partial(FirstCall, op, shape=shape, dtype=dtype)
+    statuses = call_together(names, call, device, AT_A_TIME)
+    if AT_A_TIME > 1:
+        short = [name for name, status in statuses.items() if first_word(status) == "undecided"]
+        statuses |= call_together(short, call, device, 1)
+    pairs = {name: status.partition(": ")[::2] for name, status in statuses.items()}
+    return {
+        name: (float(rest), word) if word == "ok" else (None, statuses[name]) for name, (word, rest) in pairs.items()
+    }
+
+
+def call_together(names: list[str], call: Callable, device: torch.device, processes: int) -> dict[str, str]:
+    """Return name -> the status of call(name, caches=an empty folder): "ok: SECONDS" or another."""
+    worker = partial(Worker, send=send_seconds, preload=PRELOAD)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        call = FirstCall(op, name, shape, dtype, folder)
-        with Worker([call], device, send=send_seconds, preload=PRELOAD) as worker:
-            [status] = worker.statuses(LIMIT)
-    word, _, seconds = status.partition(": ")
-    return (float(seconds), word) if word == "ok" else (None, status)
+        calls = [[call(name, caches=tempfile.mkdtemp(dir=folder))] for name in names]
+        answers = run_probes(calls, device, LIMIT, worker, processes)
+        bar = tqdm(answers, total=len(names), disable=None, leave=False)
+        return {name: status for name, [status] in zip(names, bar, strict=True)}
 
 
 def absent_backends(op: str, device: torch.device) -> dict[str, str]:

@@ -230,19 +230,22 @@ class Worker:
         return f"{word}: the process ended, {how}{last}"
 
 
-def run_probes(groups: list[list[Probe]], device: torch.device, limit: float) -> Iterator[list[str]]:
+def run_probes(
+    groups: list[list], device: torch.device, limit: float, start: Callable = Worker, processes: int = PROCESSES
+) -> Iterator[list[str]]:
     """Yield the statuses of each group of probes, in order.
 
-    PROCESSES groups run at a time, each in a process. After a failure, the rest of the group runs in another process.
+    `processes` groups run at a time, each in a process of start(probes, device). After a failure, the rest of the group
+    runs in another process.
     """
     with ExitStack() as stack:
-        workers = (stack.enter_context(Worker(probes, device)) for probes in groups)
-        started = deque(islice(workers, PROCESSES))
+        workers = (stack.enter_context(start(probes, device)) for probes in groups)
+        started = deque(islice(workers, processes))
         for probes in groups:
             with started.popleft() as worker:
                 statuses = worker.statuses(limit)
             while len(statuses) < len(probes):
-                with Worker(probes[len(statuses) :], device) as worker:
+                with start(probes[len(statuses) :], device) as worker:
                     statuses += worker.statuses(limit)
             started.extend(islice(workers, 1))
             yield statuses

@@ -48,9 +48,9 @@ bytes or its bare matmuls (attention and muon have no floor); the largest error 
 first call; and the lines of kernel code, 0 if PyTorch or a library has the kernels. If a language has several backends
 of an op, the cell shows the fastest. `flash` is in CuTe DSL in version 4, and in CUDA C++ before: the cell says which
 ran. Each first call runs in a new process with empty compile caches, from the import of the backend to the end of one
-forward and backward. It excludes PyTorch's import and a first matmul. The inputs of an op are 65,536 tokens, four times
-as many for norm and rms_norm, and half for loss and for GPT-2's attention. adamw has all weights, and muon the weights
-`c_fc` of 12 blocks. "none": the language has no such kernel here.
+forward and backward. It excludes PyTorch's import and a first matmul. A machine with 4 N cores makes N first calls at a
+time. The inputs of an op are 65,536 tokens, four times as many for norm and rms_norm, and half for loss and for GPT-2's
+attention. adamw has all weights, and muon the weights `c_fc` of 12 blocks. "none": the language has no such kernel here.
 
 In a step, PyTorch computes the ops that the language lacks, and `kernels=gluon` takes Triton for them. A language
 without a line has no kernel of such a step. The first step compiles all kernels, and the loss is of the last step."""

@@ -36,16 +36,16 @@ def test_the_kept_rows_have_first_calls_lines_and_reasons(called, monkeypatch, t
     monkeypatch.setattr(bench_kernels, "absent_backends", lambda op, device: absent)
     calls, timed = [], bench_kernels.measure
 
-    def first_call(op, impl, shape, dtype, device):
-        calls.append(impl)
-        return (None, "failed: no such tile") if impl == "helion" else (1.5, "ok")
+    def first_calls(op, names, shape, dtype, device):
+        calls.extend(names)
+        return dict.fromkeys(names, (1.5, "ok")) | {"helion": (None, "failed: no such tile")}
 
     def measure(op, name, shape, names, *rest, left_out):
         assert set(left_out) == {"quack", "helion"}
         rows, _ = timed(op, name, shape, ["eager"], *rest)
         return [*rows, rows[0] | {"impl": "triton"}], {"liger": "unavailable: it takes no fp32"}
 
-    monkeypatch.setattr(bench_kernels, "first_call", first_call)
+    monkeypatch.setattr(bench_kernels, "first_calls", first_calls)
     monkeypatch.setattr(bench_kernels, "measure", measure)
     words = "op=norm", "shape=narrow", "dtype=float32", "rounds=1", "first_call=true", "keep=true", "suffix=mine"
     code, out, _ = called("bench_kernels.py", bench_kernels.main, *words)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lab.bench.first_call import absent_backends, first_call
+from lab.bench.first_call import absent_backends, first_calls
 from runtime.folders import COMPILE_CACHES
 
 CPU = torch.device("cpu")
@@ -31,8 +31,13 @@ def backend(tmp_path):
     return write
 
 
+def first_call(op, name, shape):
+    [answer] = first_calls(op, [name], shape, "float32", CPU).values()
+    return answer
+
+
 def test_the_seconds_include_the_import_and_the_first_call(backend):
-    seconds, status = first_call("norm", backend("time.sleep(0.3)", top="\ntime.sleep(0.4)"), SMALL, "float32", CPU)
+    seconds, status = first_call("norm", backend("time.sleep(0.3)", top="\ntime.sleep(0.4)"), SMALL)
     assert status == "ok"
     assert 0.7 < seconds < 5  # 0.02 s besides the two pauses, when nothing else runs
 
@@ -42,7 +47,7 @@ def test_the_process_has_no_compiler_and_empty_caches(backend, monkeypatch, tmp_
     for name in COMPILE_CACHES:
         monkeypatch.setenv(f"{name}_CACHE_DIR", str(tmp_path))
     line = f"assert not any(os.path.exists(os.environ[f'{{name}}_CACHE_DIR']) for name in {COMPILE_CACHES})"
-    assert first_call("norm", backend(line), SMALL, "float32", CPU)[1] == "ok"
+    assert first_call("norm", backend(line), SMALL)[1] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -54,13 +59,26 @@ def test_the_process_has_no_compiler_and_empty_caches(backend, monkeypatch, tmp_
     ],
 )
 def test_a_backend_that_fails_has_a_status_and_no_seconds(backend, line, status):
-    seconds, answer = first_call("norm", backend(line), SMALL, "float32", CPU)
+    seconds, answer = first_call("norm", backend(line), SMALL)
     assert seconds is None
     assert answer.startswith(status)
 
 
+def test_a_call_that_lacks_memory_beside_others_runs_again_alone(backend, monkeypatch, tmp_path):
+    monkeypatch.setattr("lab.bench.first_call.AT_A_TIME", 2)
+    log = tmp_path / "log"
+    # the first process finds no such file, so it asks for too much memory; the file is the second's
+    mine = backend(f"os.path.exists('{log}') or open('{log}', 'w').close() or torch.empty(10**15)")
+    answers = first_calls("norm", [mine, "eager"], SMALL, "float32", CPU)
+    assert [*answers] == [mine, "eager"]
+    assert [status for _, status in answers.values()] == ["ok", "ok"]
+    log.unlink()
+    monkeypatch.setattr("lab.bench.first_call.AT_A_TIME", 1)  # it was alone already
+    assert first_call("norm", mine, SMALL)[1].startswith("undecided: ")
+
+
 def test_a_backend_that_cannot_take_the_call_says_why():
-    seconds, status = first_call("attention", "flash", {"shape": (1, 8, 2, 8)}, "float32", CPU)
+    seconds, status = first_call("attention", "flash", {"shape": (1, 8, 2, 8)})
     assert seconds is None
     assert status.startswith("unavailable: attention=flash cannot run here: it needs an NVIDIA GPU")
 
