@@ -8,6 +8,7 @@ batch and the learning rate, which each call fills, and the optimizer's counters
 A graph keeps the memory that a step needs besides weights and optimizer state. An evaluation cannot use it.
 """
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,9 @@ class StepRunner:
     def _capture(self, batches: list[Batch], lr: float) -> None:
         self.batches = [tuple(tensor.clone() for tensor in batch) for batch in batches]
         self.lr = torch.full((), lr, device=self.device)
+        # Helion's first call leaves its arguments in a reference cycle, and with them that step's autograd graph. Its
+        # AccumulateGrad nodes would run on the stream of that step, which is not captured
+        gc.collect()
         graph = torch.cuda.CUDAGraph()
         try:
             # Only this thread's calls are restricted: the loader's thread allocates pinned memory

@@ -3,6 +3,7 @@
 Nothing here decides anything. The results go to the judge (cases.py, alone.py), which never imports the backend.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import ModuleType
@@ -263,6 +264,7 @@ def repeat_calls(calls: Callable[[], None], turns: int, device: torch.device) ->
 
 def captured(turn: Callable[[], None]) -> Callable[[], None]:
     """Return a function that replays all kernels of a turn from a CUDA graph, in one launch."""
+    gc.collect()  # as model/capture.py does
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         turn()

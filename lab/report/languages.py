@@ -50,7 +50,8 @@ of an op, the cell shows the fastest. `flash` is in CuTe DSL in version 4, and i
 ran. Each first call runs in a new process with empty compile caches, from the import of the backend to the end of one
 forward and backward. It excludes PyTorch's import and a first matmul. A machine with 4 N cores makes N first calls at a
 time. The inputs of an op are 65,536 tokens, four times as many for norm and rms_norm, and half for loss and for GPT-2's
-attention. adamw has all weights, and muon the weights `c_fc` of 12 blocks. "none": the language has no such kernel here.
+attention. adamw has all weights, and muon the weights `c_fc` of 12 blocks. "none": the language has no such kernel
+here.
 
 In a step, PyTorch computes the ops that the language lacks, and `kernels=gluon` takes Triton for them. A language
 without a line has no kernel of such a step. The first step compiles all kernels, and the loss is of the last step."""
@@ -93,8 +94,8 @@ def language_tables(device: str) -> str:
     for model, shapes in SHAPES.items():
         refused = [row for key, row in kernels.items() if row["status"] != "ok" and key[:2] in shapes.items()]
         parts += [f"Kernels at the shapes of `model={model}`, in bf16:", kernel_table(shapes, kernels, notes)]
-        for (overrides, columns), runs, what in zip(
-            STEP_TABLES.values(), steps[model], ("Training", "Decoding"), strict=True
+        for (overrides, columns), runs, ops, what in zip(
+            STEP_TABLES.values(), steps[model], (shapes, ["decode"]), ("Training", "Decoding"), strict=True
         ):
             rows = [row for each in runs.values() for row in each]
             row = next(filter(speed, rows), None)
@@ -102,7 +103,8 @@ def language_tables(device: str) -> str:
                 title(row) if row else f"{what} `model={model}`: {'no run has a speed' if rows else 'not measured'}."
             )
             if rows:
-                parts.append(step_table(overrides(), runs, columns, refused, notes))
+                own = {name: words for name, words in overrides().items() if languages()[name].keys() & {*ops}}
+                parts.append(step_table(own, runs, columns, refused, notes))
     absent = "\n".join(f"- {markdown_text(language)}: {why}" for language, why in ABSENT.items())
     reasons = f"Why a language has no kernel of some ops:\n\n{absent}"
     return "\n\n".join([*parts, *filter(None, [notes.text()]), LEGEND, reasons, sitting(device, measured)])

@@ -3,7 +3,9 @@
 On a CPU, a graph that records operators and runs them again takes the place of the CUDA graph.
 """
 
+import gc
 import warnings
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -115,6 +117,37 @@ def test_replayed_steps_equal_uncaptured_steps(recorded_graphs, micro_steps, dro
     plain = run(lambda *args: train_step(model, optimizer, *args), model, optimizer, micro_steps)
     assert int(optimizer.first_refused) == 5
     assert_same_bits(captured, plain)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_graph_of_an_earlier_step_in_a_reference_cycle_is_freed(request, device):
+    """Otherwise the capture fails on a GPU."""
+    request.addfinalizer(gc.enable)
+    gc.disable()
+    if device == "cpu":
+        request.getfixturevalue("recorded_graphs")
+    model, optimizer = trainer(torch.device(device))
+
+    class Token:
+        """An object that lives as long as the autograd graph of the first step."""
+
+    tokens = weakref.WeakSet()
+
+    def keep(module, arguments, output):
+        hook.remove()
+        output.grad_fn.metadata["token"] = token = Token()
+        tokens.add(token)
+        cycle = [output]
+        cycle.append(cycle)
+
+    hook = model.register_forward_hook(keep)
+    step = capture.StepRunner(model, optimizer, wanted=None)
+    for number in range(1, 3):
+        step(batches_of(number, 1, device), 1e-3)
+        assert len(tokens) == 1
+    step(batches_of(3, 1, device), 1e-3)
+    assert step.graph
+    assert not tokens
 
 
 def test_a_released_step_is_not_captured(recorded_graphs):

@@ -197,7 +197,7 @@ def test_the_steps_of_each_model_and_the_decoders_have_tables():
     assert lines["CuTe DSL"]["words"] == "`kernels=quack attn=flash`"
     assert lines["CuTe DSL"]["peak GiB"] == "18.7"
     lines = {line["language"]: line for line in found[f"Training `gpt2_124m`, {work}"]}
-    assert list(lines) == [*training_overrides()]
+    assert list(lines) == [language for language in training_overrides() if language != "Pallas"]  # no kernel of GPT-2
     assert lines["Triton"]["peak GiB"] == "18.7"
     assert re.fullmatch(r"\*\*5\d\d,\d{3}\*\* \(.+ to .+\)", lines["Triton"]["tokens/s (p20 to p80)"])
     assert (lines["Triton"]["kernel lines"], lines["Triton"]["first step"]) == ("574", "8.3 s")
