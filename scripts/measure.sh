@@ -173,7 +173,7 @@ compile_modes() {
         train.block_size=1024 train.max_steps=25
 }
 
-# The tables of languages in results/README.md, on one GPU: about 20 minutes of kernels and 20 of steps (estimates). A
+# The tables of languages in results/README.md: 24 minutes of kernels and 30 of steps and decoding on an H200. A
 # shorter session measures a part: ops="norm mlp" scripts/measure.sh languages_kernels, and
 # models=gpt2_124m scripts/measure.sh languages_steps. On two GPUs, the kernels can run on one and the steps on the other
 # (CUDA_VISIBLE_DEVICES). All rows must be of one commit and of six hours, and those of a table of one GPU
