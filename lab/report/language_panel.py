@@ -1,7 +1,7 @@
 """The panel of languages: each op in the fastest backend of each language, beside eager PyTorch."""
 
 from common.terminal import override, shell_command
-from kernels.names import language_of, languages
+from kernels.names import ALL_OPS, language_of, languages
 from lab.report.colours import BACKEND_COLOURS, assign_colours
 from lab.report.plot import Figure, Panel, Point, Series, figure, make_origin
 from lab.report.source import ReportSource
@@ -34,7 +34,8 @@ def languages_figure(rows: list[dict]) -> Figure | None:
                 group.clear()
             group.append(row)
     points: dict[str, list[Point]] = {language: [] for language in languages()}
-    for (op, shape, dtype), group in benchmarks.items():
+    for op, shape, dtype in sorted(benchmarks, key=lambda key: (key[1], ALL_OPS.index(key[0]))):
+        group = benchmarks[op, shape, dtype]
         eager_ms = next((row["both/ms"] for row in group if row["impl"] == "eager"), None)
         settings = {key: group[0][key] for key in ("op", "shape", "dtype")}
         command = benchmark_command("bench_kernels", op, settings)
@@ -48,4 +49,4 @@ def languages_figure(rows: list[dict]) -> Figure | None:
     series = [Series(name, "markers", each, colours[name], size=11) for name, each in points.items()]
     if len([each for each in series if each.points]) < 2:
         return None
-    return figure("times the speed of eager", "", series, row=34, log={"x": "D2"})
+    return figure("times the speed of eager", "", series, row=34, octaves=0.2)

@@ -211,20 +211,21 @@ def one(values: list) -> object:
     return values[0] if len(set(values)) == 1 else values
 
 
-def octave_ticks(figure: Figure) -> tuple[list[int], list[str], tuple[float, float]]:
+def octave_ticks(figure: Figure) -> tuple[list[float], list[str], tuple[float, float]]:
     """Return (at most 7 powers of two, their texts, the ends of the x axis)."""
     lengths = [point.x for series in figure.series for point in series.points]
     low, high = min(lengths) / 2**figure.octaves, max(lengths) * 2**figure.octaves
     powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
-    ticks = [2**power for power in powers[:: 1 + len(powers) // 6]]
+    distance = 1 + len(powers) // 6
+    ticks = [2**power for power in powers if power % distance == 0]  # 1 is one, if it is on the axis
     return ticks, list(map(short_number, ticks)), (low, high)
 
 
-def short_number(number: int) -> str:
-    """Return 64 as "64", 2^17 as "128K", 2^20 as "1M"."""
+def short_number(number: float) -> str:
+    """Return 0.5 as "0.5", 64 as "64", 2^17 as "128K", 2^20 as "1M"."""
     if number >= 2**20:
-        return f"{number >> 20}M"
-    return f"{number >> 10}K" if number >= 2**10 else str(number)
+        return f"{number / 2**20:.0f}M"
+    return f"{number / 2**10:.0f}K" if number >= 2**10 else f"{number:g}"
 
 
 def markup(text: str) -> str:

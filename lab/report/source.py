@@ -114,7 +114,9 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
         runs += newest_choices([row for row in collected if not row["config"].get("train", {}).get("eval_every")])
     all_choices = group_runs(runs, from_results)
     choices, generations = ([choice for choice in all_choices if choice.generates == kind] for kind in (False, True))
-    benchmarks = {name: rows.get(f"{name}.jsonl", []) for name in BENCHMARKS}
+    benchmarks = {  # rows without a time are old
+        name: sorted(rows.get(f"{name}.jsonl", []), key=lambda row: row.get("started", "")) for name in BENCHMARKS
+    }
     benchmarks["context"] += [line.row for line in jobs if is_search(line.row)]
     check(
         all_choices or any(benchmarks.values()),
@@ -131,8 +133,8 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
 def read_lines(folder: Path) -> tuple[list[StoredRow], list[str]]:
     """Return (the lines of a folder that hold a row, the places that hold none).
 
-    The folder of a device has the rows of the folders with SUFFIXES, too: results/h200 has those of results/h200-rungs,
-    results/h200-today and results/h200-fp8.
+    The folder of a device has the runs of the folders with SUFFIXES, too: results/h200 has those of results/h200-rungs,
+    results/h200-today and results/h200-fp8. It also has the benchmarks of kernels in results/h200-languages.
     """
     lines, left_out = [], []
     for path in job_results(folder):
@@ -146,6 +148,7 @@ def read_lines(folder: Path) -> tuple[list[StoredRow], list[str]]:
     paths = [place / name for place in folders for name in COLLECTED]
     for name in BENCHMARKS:
         paths += sorted({*folder.glob(f"*/{name}.jsonl"), *folder.glob(f"{name}.jsonl")})
+    paths.append(device.parent / f"{device.name}-languages" / "kernels.jsonl")
     for path in paths:
         good, bad = read_jsonl(path)
         lines += [StoredRow(row, path, number) for number, row in good]
