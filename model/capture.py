@@ -84,8 +84,8 @@ class StepRunner:
     def _capture(self, batches: list[Batch], lr: float) -> None:
         self.batches = [tuple(tensor.clone() for tensor in batch) for batch in batches]
         self.lr = torch.full((), lr, device=self.device)
-        # Helion's first call leaves its arguments in a reference cycle, and with them that step's autograd graph. Its
-        # AccumulateGrad nodes would run on the stream of that step, which is not captured
+        # Helion's first call leaves its arguments in a reference cycle, which keeps the first step's autograd graph
+        # alive. The AccumulateGrad nodes of that graph run on the first step's stream, which is not captured
         gc.collect()
         graph = torch.cuda.CUDAGraph()
         try:

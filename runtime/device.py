@@ -174,6 +174,11 @@ def process_peaks(device: torch.device) -> dict[str, float | int | None]:
     }
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak of a GPU's memory, and empty the allocator's cache. The peak of a CPU process cannot be reset."""
     if device.type == "cuda":

@@ -173,10 +173,9 @@ compile_modes() {
         train.block_size=1024 train.max_steps=25
 }
 
-# The tables of languages in results/README.md: 24 minutes of kernels and 30 of steps and decoding on an H200. A
-# shorter session measures a part: ops="norm mlp" scripts/measure.sh languages_kernels, and
-# models=gpt2_124m scripts/measure.sh languages_steps. On two GPUs, the kernels can run on one and the steps on the other
-# (CUDA_VISIBLE_DEVICES). All rows must be of one commit and of six hours, and those of a table of one GPU
+# The tables of languages in results/README.md, on an H200 with 32 cores: 24 minutes of kernels, 24 of steps, and about 8
+# of decoding. A shorter session measures a table: ops="rms_norm rope glu" scripts/measure.sh languages_kernels, and
+# models=gpt2_124m scripts/measure.sh languages_steps. The rows of a table must be of one GPU and commit, within six hours
 languages() { languages_kernels; languages_steps; }
 languages_kernels() {
     local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
@@ -298,6 +297,17 @@ sequence() { # NAME T STEPS WORDS ...
 generation() { generate generation +sweep=generate checkpoint=random prompt_tokens=128; }
 generation_1024() { generate generation-1024 +sweep=generate checkpoint=random prompt_tokens=1024 batch=1; }
 generation_256() { generate generation-256 +sweep=generate checkpoint=random batch=256 prompt_tokens=128; }
+generation_contexts() { # share of the bound over batch and context, in about eight minutes (an estimate)
+    generate generation-contexts -m checkpoint=random model.pos=rope proof=true temperature=0 \
+        kernels.decode=triton,persistent batch=1,8,64,256 prompt_tokens=128,1024,8192
+}
+prefills() { # 8 prompts of 1,024 tokens and 64 of 128, with the kernels of training: four minutes (an estimate)
+    local size
+    for size in "batch=8 prompt_tokens=1024" "batch=64 prompt_tokens=128"; do
+        generate "prefills-${size%% *}" -m checkpoint=random $size temperature=0 max_new_tokens=32 \
+            kernels=eager,triton,gluon attn=sdpa,gluon kernels.decode=triton
+    done
+}
 generation_1558m() {
     generate generation-1558m +sweep=generate checkpoint=random model=gpt2_1558m batch=1 prompt_tokens=128
 }

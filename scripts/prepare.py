@@ -5,7 +5,6 @@ resumes. The last lines give the number of tokens, the speed, and the folder. It
 shards again and compares their SHA-256; verify=true checks existing shards, too.
 """
 
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from common.terminal import outlive_output, printable
 from data import DataConfig, DataError, open_dataset, prepare
 from lab.commands import command
 from runtime.config import check
+from runtime.device import usable_cores
 
 LINE_SECONDS = 10  # between two lines of progress, if there is no terminal for a bar
 
@@ -58,10 +58,6 @@ class Progress:
     def rate(self) -> float:
         """Return the tokens/s of this process, without the tokens of earlier preparations."""
         return (self.tokens - (self.tokens_before or 0)) / (time.perf_counter() - self.start)
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 @command(Config, "prepare", errors=(DataError,))

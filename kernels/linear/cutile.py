@@ -7,7 +7,7 @@ A block computes tiles of 128 x 256 or 256 x 128, over 64 channels at a time, as
 tileiras makes warps that load by TMA, which run ahead into the next tile, and eight warps that multiply with wgmma.
 The sum of dW is cut into parts, which other blocks compute, and the parts are added in a fixed order.
 
-Forward and backward of 65,536 x 768 by 768 x 2304 are 696 GFLOP. Their bare matmuls take cuBLAS 0.96 ms on an H200, 727
+Forward and backward of 65,536 x 768 by 768 x 2304 are 696 GFLOP. Their bare matmuls take cuBLAS 0.96 ms on an H200, 726
 TFLOP/s. The layer takes 1.06 ms, as it does with linear=eager (commit 3389580). In fp32 the matmuls do not round to
 TF32, and are for comparisons of results. Rows that are no multiple of 16 bytes are not moved by TMA.
 """

@@ -20,7 +20,8 @@ TMA and wgmma agree, also where an operand is read by columns (W in dx, and both
               the same bits
 
 The baseline is cuBLAS. For QKV of 65,536 tokens of 768 channels on an H200 its matmuls take 322, 307 and 328 us, and
-matmul.py's in Triton 339, 316 and 328.
+matmul.py's in Triton 339, 316 and 328. The layer takes 0.365 ms forward and 0.728 backward, and with linear=triton
+0.339 and 0.727 (commit 3389580).
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Triton where it runs, and PyTorch elsewhere, as kernels/adamw/auto.py.
 
 On an H200, for the weights c_fc of GPT-2 124M's 12 blocks in bf16, Triton takes 0.78 ms, eager 1.44 and torch.compile
-1.27 (commit f0e34a1).
+1.28 (commit 3389580).
 """
 
 from typing import Any

@@ -19,13 +19,14 @@ from tqdm import tqdm
 
 from kernels.registry import KernelError, Unavailable, contract, impls, load, unavailable
 from lab.bench.op import DTYPES, backend_of, contestants, optional_arguments, outputs, random_gradients
-from lab.bench.probe import Worker, failed_status, first_word, print_to, run_probes
-from runtime.device import select_device
+from lab.bench.probe import ENDED, Worker, failed_status, first_word, print_to, run_probes
+from runtime.device import reset_peak_memory, select_device, usable_cores
 from runtime.folders import cache_variables
 from runtime.timing import synchronize
 
 LIMIT = 300.0  # seconds of one first call
-AT_A_TIME = max(1, (os.cpu_count() or 1) // 4)  # two compilers that share a core would have each other's time
+CORES = 4  # of one first call: compilers that share a core would slow each other down
+AT_A_TIME = min(8, max(1, usable_cores() // CORES))  # each has a CUDA context and the op's memory
 PRELOAD = ["lab.bench.first_call"]
 
 
@@ -44,18 +45,20 @@ def first_calls(
 ) -> dict[str, tuple[float | None, str]]:
     """Return name -> (seconds, "ok"), or (None, why there are none: "unavailable: why", "failed: how").
 
-    AT_A_TIME calls run together. A call for which the time or the memory was too short runs again alone; if this was
-    too short again, its status is "undecided: why".
+    AT_A_TIME calls run together. A call that fails runs again alone, because the others may have taken the memory. If
+    the time or the memory is too short for it alone, its status is "undecided: why".
     """
     call = partial(FirstCall, op, shape=shape, dtype=dtype)
+    reset_peak_memory(device)  # this process gives the memory back that its allocator keeps
     statuses = call_together(names, call, device, AT_A_TIME)
-    if AT_A_TIME > 1:
-        short = [name for name, status in statuses.items() if first_word(status) == "undecided"]
-        statuses |= call_together(short, call, device, 1)
-    pairs = {name: status.partition(": ")[::2] for name, status in statuses.items()}
-    return {
-        name: (float(rest), word) if word == "ok" else (None, statuses[name]) for name, (word, rest) in pairs.items()
-    }
+    if min(AT_A_TIME, len(names)) > 1:
+        failed = [name for name, status in statuses.items() if first_word(status) in ENDED]
+        statuses |= call_together(failed, call, device, 1)
+    results = {}
+    for name, status in statuses.items():
+        word, _, seconds = status.partition(": ")
+        results[name] = (float(seconds), word) if word == "ok" else (None, status)
+    return results
 
 
 def call_together(names: list[str], call: Callable, device: torch.device, processes: int) -> dict[str, str]:
@@ -86,6 +89,7 @@ def send_seconds(pipe: Connection, calls: list[FirstCall], device: torch.device,
     os.chdir(folder)
     [call] = calls
     os.environ |= cache_variables(Path(call.caches))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(CORES))  # Inductor's default is all cores
     try:
         pipe.send(f"ok: {time_first_call(call, select_device(str(device)))}")
     except Unavailable as reason:

@@ -22,25 +22,24 @@ def language_panels(source: ReportSource) -> list[Panel]:
 
 
 def languages_figure(rows: list[dict]) -> Figure | None:
-    """Return the speeds over eager's in the newest benchmark of each op and shape; None without such rows.
+    """Return the speeds over eager's in the newest benchmark with eager of each op and shape; None without such rows.
 
     Rows of one benchmark have one `started`, which older rows lack.
     """
-    benchmarks: dict[tuple, list[dict]] = {}  # op, shape and dtype -> the rows of its newest benchmark
+    groups: dict[tuple, list[dict]] = {}  # op, shape, dtype and `started` -> the rows of this benchmark
     for row in rows:
-        if "started" in row and row.get("both/ms") and row["impl"] != "auto":
-            group = benchmarks.setdefault((row["op"], row["shape"], row["dtype"]), [])
-            if group and group[0]["started"] != row["started"]:
-                group.clear()
-            group.append(row)
+        if "started" in row and row.get("both/ms") and row["impl"] != "auto" and row["op"] in ALL_OPS:
+            groups.setdefault((row["op"], row["shape"], row["dtype"], row["started"]), []).append(row)
+    with_eager = (key for key, group in groups.items() if any(row["impl"] == "eager" for row in group))
+    benchmarks = {key[:3]: groups[key] for key in sorted(with_eager, key=lambda key: key[3])}
     points: dict[str, list[Point]] = {language: [] for language in languages()}
     for op, shape, dtype in sorted(benchmarks, key=lambda key: (key[1], ALL_OPS.index(key[0]))):
         group = benchmarks[op, shape, dtype]
-        eager_ms = next((row["both/ms"] for row in group if row["impl"] == "eager"), None)
+        eager_ms = next(row["both/ms"] for row in group if row["impl"] == "eager")
         settings = {key: group[0][key] for key in ("op", "shape", "dtype")}
         command = benchmark_command("bench_kernels", op, settings)
         fastest = {language_of(row["impl"]): row for row in sorted(group, key=lambda row: -row["both/ms"])}
-        for language, row in fastest.items() if eager_ms else ():
+        for language, row in fastest.items():
             speed = eager_ms / row["both/ms"]
             lines = [f"{language}: {row['impl']}, {row['both/ms']:.3g} ms", f"{op} {shape}, {dtype}"]
             origin = make_origin([*lines, f"{speed:.2f} times the speed of eager"], command)

@@ -1,7 +1,7 @@
 """The tables of languages in results/README.md: the kernels of each language, and a whole step of each language alone.
 
 `scripts/measure.sh languages` measures them. Languages and their backends are those of kernels/names.py, so a backend
-with a new name has a line. All rows must be of one sitting, as those of the rungs (rungs.py).
+with a new name has a line. The rows of a table must be of one sitting, as those of the rungs (rungs.py).
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tabulate import tabulate
 
-from kernels.names import decoding_overrides, languages, training_overrides
+from kernels.names import OPS, decoding_overrides, languages, training_overrides
 from lab.report.describe import commit
 from lab.report.rungs import check_tables, lines_cell, newest_runs, title, what_computes
 from lab.report.tables import markdown_table, markdown_text, rate_cell
@@ -34,7 +34,7 @@ ABSENT = {
     "Pallas": "not written: rms_norm shows the language",
     "CuTe DSL": "QuACK has no AdamW",
     "Liger's Triton": "Liger-Kernel has no such kernel",
-    "XLA": "the optimizer's step is in a CUDA graph, which cannot contain XLA",
+    "XLA": "not written; a step with XLA runs without a CUDA graph",
     "CUDA libraries": "PyTorch calls cuBLAS itself for matmuls, and the libraries have no kernel of the other ops",
 }
 # The file of rows -> {language: the words of its step}, and the columns of its table
@@ -48,10 +48,10 @@ bytes or its bare matmuls (attention and muon have no floor); the largest error 
 first call; and the lines of kernel code, 0 if PyTorch or a library has the kernels. If a language has several backends
 of an op, the cell shows the fastest. `flash` is in CuTe DSL in version 4, and in CUDA C++ before: the cell says which
 ran. Each first call runs in a new process with empty compile caches, from the import of the backend to the end of one
-forward and backward. It excludes PyTorch's import and a first matmul. A machine with 4 N cores makes N first calls at a
-time. The inputs of an op are 65,536 tokens, four times as many for norm and rms_norm, and half for loss and for GPT-2's
-attention. adamw has all weights, and muon the weights `c_fc` of 12 blocks. "none": the language has no such kernel
-here.
+forward and backward. It excludes PyTorch's import and a first matmul. One first call runs for every four cores of the
+machine. The inputs of an op are 65,536 tokens, four times as many for norm and rms_norm, and half for loss and for
+GPT-2's attention. adamw has all weights, and muon the weights `c_fc` of 12 blocks. "none": the language has no such
+kernel here.
 
 In a step, PyTorch computes the ops that the language lacks, and `kernels=gluon` takes Triton for them. A language
 without a line has no kernel of such a step. The first step compiles all kernels, and the loss is of the last step."""
@@ -82,32 +82,49 @@ class Notes:
 
 
 def language_tables(device: str) -> str:
-    """Return the tables and a legend. Raises UserError if the newest rows are not of one sitting."""
+    """Return the tables and a legend. Raises UserError if the newest rows of a table are not of one sitting."""
     kernels = newest_rows(read_rows(device, "kernels"))
-    steps = {model: [newest_steps(device, kind, model) for kind in STEP_TABLES] for model in SHAPES}
-    measured = [{" ".join(key): row for key, row in kernels.items()}]
-    measured += [{words: runs[-1] for words, runs in each.items() if runs} for pair in steps.values() for each in pair]
+    parts, notes, measured = [], Notes(), []
+    for model, shapes in SHAPES.items():
+        own = {key: row for key, row in kernels.items() if key[:2] in shapes.items()}
+        refused = [row for row in own.values() if row["status"] != "ok"]
+        measured.append({" ".join(key): row for key, row in own.items()})
+        parts += [f"Kernels at the shapes of `model={model}`, in bf16{when(measured[-1])}:"]
+        parts += [kernel_table(shapes, kernels, notes)]
+        model_ops = [op for op in OPS if op in shapes]
+        for (kind, (overrides, columns)), ops in zip(STEP_TABLES.items(), (model_ops, ["decode"]), strict=True):
+            runs = newest_steps(device, kind, model)
+            rows = [row for each in runs.values() for row in each]
+            measured.append({words: each[-1] for words, each in runs.items() if each})
+            row, what = next(filter(speed, rows), None), "Training" if kind == "train" else "Decoding"
+            if row:
+                parts.append(f"{title(row).removesuffix(':')}{when(measured[-1])}:")
+            else:
+                parts.append(f"{what} `model={model}`: {'no run has a speed' if rows else 'not measured'}.")
+            if rows:
+                lines = {name: words for name, words in overrides().items() if languages()[name].keys() & {*ops}}
+                parts.append(step_table(lines, runs, columns, refused, notes))
+                uncaptured = [name for name, words in lines.items() if is_uncaptured(runs[" ".join(words)])]
+                if uncaptured:
+                    parts.append(f"Without a CUDA graph: {', '.join(map(markdown_text, uncaptured))}.")
     if not any(measured):
         return f"Not measured yet: `{MEASURE}`."
-    check_tables(device, "rows of languages", MEASURE, measured)
-    parts, notes = [], Notes()
-    for model, shapes in SHAPES.items():
-        refused = [row for key, row in kernels.items() if row["status"] != "ok" and key[:2] in shapes.items()]
-        parts += [f"Kernels at the shapes of `model={model}`, in bf16:", kernel_table(shapes, kernels, notes)]
-        for (overrides, columns), runs, ops, what in zip(
-            STEP_TABLES.values(), steps[model], (shapes, ["decode"]), ("Training", "Decoding"), strict=True
-        ):
-            rows = [row for each in runs.values() for row in each]
-            row = next(filter(speed, rows), None)
-            parts.append(
-                title(row) if row else f"{what} `model={model}`: {'no run has a speed' if rows else 'not measured'}."
-            )
-            if rows:
-                own = {name: words for name, words in overrides().items() if languages()[name].keys() & {*ops}}
-                parts.append(step_table(own, runs, columns, refused, notes))
+    for table_rows in filter(None, measured):
+        check_tables(device, "rows of languages", MEASURE, [table_rows])
     absent = "\n".join(f"- {markdown_text(language)}: {why}" for language, why in ABSENT.items())
     reasons = f"Why a language has no kernel of some ops:\n\n{absent}"
     return "\n\n".join([*parts, *filter(None, [notes.text()]), LEGEND, reasons, sitting(device, measured)])
+
+
+def is_uncaptured(runs: list[dict]) -> bool:
+    """Return whether a speed of these runs is that of steps which no CUDA graph replayed."""
+    return any(speed(row) and row.get("cuda_graph", "captured") != "captured" for row in runs)
+
+
+def when(rows: dict[str, dict]) -> str:
+    """Return ", commit 3389580, 2026-11-30" for the rows of a table, which are of one sitting; "" without rows."""
+    row = next((row for row in rows.values() if "env" in row), None)
+    return f", commit {commit(row)}, {row['started'][:10]}" if row else ""
 
 
 def newest_rows(rows: list[dict]) -> dict[tuple[str, str, str], dict]:
@@ -197,9 +214,8 @@ def step_table(
 def sitting(device: str, measured: list[dict[str, dict]]) -> str:
     """Return a sentence: where and when the rows were measured, and in which versions of the packages."""
     rows = [row for each in measured for row in each.values() if "env" in row]
-    row, env = rows[0], rows[0]["env"]
-    versions = [f"{name} {env[name]}" for name in ("driver", "torch", "triton")]
+    versions = [f"{name} {row['env'][name]}" for name in ("driver", "torch", "triton") for row in rows]
     versions += [part for row in rows for part in executed_parts(row) if PACKAGE.match(part)]
-    text = f"All rows are of one sitting, and those of a table of one {env['device'].removeprefix('NVIDIA ')}"
-    text += f" ({', '.join(dict.fromkeys(versions))}), commit {commit(row)}, {row['started'][:10]}: `{MEASURE}`"
+    text = f"The rows of a table are of one sitting on one {rows[0]['env']['device'].removeprefix('NVIDIA ')}"
+    text += f" ({', '.join(dict.fromkeys(versions))}): `{MEASURE}`"
     return f"{markdown_text(text)} ([rows](../results/{device}))."

@@ -212,12 +212,16 @@ def one(values: list) -> object:
 
 
 def octave_ticks(figure: Figure) -> tuple[list[float], list[str], tuple[float, float]]:
-    """Return (at most 7 powers of two, their texts, the ends of the x axis)."""
-    lengths = [point.x for series in figure.series for point in series.points]
-    low, high = min(lengths) / 2**figure.octaves, max(lengths) * 2**figure.octaves
+    """Return (at most 7 powers of two, their texts, the ends of the x axis).
+
+    If no power of two lies between the ends, the ticks are the smallest and the largest value.
+    """
+    values = [point.x for series in figure.series for point in series.points]
+    low, high = min(values) / 2**figure.octaves, max(values) * 2**figure.octaves
     powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
     distance = 1 + len(powers) // 6
-    ticks = [2**power for power in powers if power % distance == 0]  # 1 is one, if it is on the axis
+    ticks = [2**power for power in powers if power % distance == 0]  # 1 is a tick if the axis reaches it
+    ticks = ticks or sorted({min(values), max(values)})
     return ticks, list(map(short_number, ticks)), (low, high)
 
 

@@ -114,7 +114,7 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
         runs += newest_choices([row for row in collected if not row["config"].get("train", {}).get("eval_every")])
     all_choices = group_runs(runs, from_results)
     choices, generations = ([choice for choice in all_choices if choice.generates == kind] for kind in (False, True))
-    benchmarks = {  # rows without a time are old
+    benchmarks = {  # old rows have no `started`, so they come first
         name: sorted(rows.get(f"{name}.jsonl", []), key=lambda row: row.get("started", "")) for name in BENCHMARKS
     }
     benchmarks["context"] += [line.row for line in jobs if is_search(line.row)]
