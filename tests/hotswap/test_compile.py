@@ -9,8 +9,9 @@ from kernels.names import config_groups
 
 PRESETS = config_groups()
 CHOICES = [{group: name} for group in ("kernels", "attn") for name in PRESETS[group] if name != "*"]
-# These give the same graph as kernels=compile, too, and tracing it takes 12 s. Without fp8, torchao calls F.linear
-SAME = {"kernels": "eager"}, {"kernels": "torchao"}, {"attn": "sdpa"}
+# These give the same graph as kernels=compile, too, and tracing it takes 12 s. Without fp8, torchao calls F.linear, and
+# pallas has no kernel of this model
+SAME = {"kernels": "eager"}, {"kernels": "torchao"}, {"kernels": "pallas"}, {"attn": "sdpa"}
 CHOICES = [choice for choice in CHOICES if choice not in SAME]
 IN_FP8 = ["compile", "torchao"]
 if torch.cuda.is_available():  # Triton's interpreter has no bf16
