@@ -304,7 +304,7 @@ generation_contexts() { # share of the bound over batch and context, in about ei
 prefills() { # 8 prompts of 1,024 tokens and 64 of 128, with the kernels of training: four minutes (an estimate)
     local size
     for size in "batch=8 prompt_tokens=1024" "batch=64 prompt_tokens=128"; do
-        generate "prefills-${size%% *}" -m checkpoint=random $size temperature=0 max_new_tokens=32 \
+        generate "prefills-${size//[ =]/-}" -m checkpoint=random $size temperature=0 max_new_tokens=32 \
             kernels=eager,triton,gluon attn=sdpa,gluon kernels.decode=triton
     done
 }
