@@ -46,14 +46,16 @@ def unavailable(op: str, device: torch.device) -> str | None:
         # A table may name a backend whose file no longer exists
         existing = {size: impl for size, impl in backend_by_size.items() if impl in impls(op)}
         for impl in dict.fromkeys(existing.values()):
-            if reason := registry.unavailable(op, impl, device):
+            # a decoder that cannot run is passed over: see first_accepted()
+            if op != "decode" and (reason := registry.unavailable(op, impl, device)):
                 return f"{op}={impl} was the fastest, but cannot run now: {reason}; run {FILL_COMMAND} again"
             parameters = inspect.signature(getattr(backend(op, impl), op)).parameters
             _arguments[op, impl] = frozenset(parameters)
         if existing:
             choices[name] = size_ranges(op, existing)
     _choices[op, device.type], _eager[op] = choices, backend(op, default_impl(op))
-    return None if choices else f"nothing was measured on this device yet: run {FILL_COMMAND}"
+    command = f"{FILL_COMMAND} op=decode" if op == "decode" else FILL_COMMAND
+    return None if choices else f"nothing was measured on this device yet: run {command}"
 
 
 def size_ranges(op: str, backend_by_size: dict[str, str]) -> list[tuple[float, str, ModuleType]]:

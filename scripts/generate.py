@@ -177,7 +177,7 @@ def record_proof(
     if reason := why_proof_fails(run.row["proof"]) or run.row["receipt"]["wrong"]:
         raise Wrong(reason)
     if decoder.step_tokens > 1:
-        gain = measure.gain_of_drafts(decoder, options, idx, lengths, new_tokens)
+        gain = measure.gain_of_drafts(decoder, options, idx, lengths, min(new_tokens, run.row["gen/tokens"]))
         run.row |= gain
         print(measure.gain_line(gain))
 

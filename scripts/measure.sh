@@ -298,14 +298,16 @@ generation() { generate generation +sweep=generate checkpoint=random prompt_toke
 generation_1024() { generate generation-1024 +sweep=generate checkpoint=random prompt_tokens=1024 batch=1; }
 generation_256() { generate generation-256 +sweep=generate checkpoint=random batch=256 prompt_tokens=128; }
 generation_contexts() { # share of the bound over batch and context, in about eight minutes (an estimate)
-    generate generation-contexts -m checkpoint=random model.pos=rope proof=true temperature=0 \
-        kernels.decode=triton,persistent batch=1,8,64,256 prompt_tokens=128,1024,8192
+    local words="checkpoint=random model.pos=rope proof=true temperature=0 kernels.decode=triton,persistent"
+    generate generation-contexts -m $words batch=1,8,64,256 prompt_tokens=128,1024
+    # with 256 sequences the caches of the run and of its proof would take 150 GiB
+    generate generation-8192 -m $words batch=1,8,64 prompt_tokens=8192
 }
 prefills() { # 8 prompts of 1,024 tokens and 64 of 128, with the kernels of training: four minutes (an estimate)
     local size
     for size in "batch=8 prompt_tokens=1024" "batch=64 prompt_tokens=128"; do
-        generate "prefills-${size//[ =]/-}" -m checkpoint=random $size temperature=0 max_new_tokens=32 \
-            kernels=eager,triton,gluon attn=sdpa,gluon kernels.decode=triton
+        generate "prefills-${size//[ =]/-}" -m checkpoint=random model.block_size=2048 $size temperature=0 \
+            max_new_tokens=32 proof=true kernels=eager,triton,gluon attn=sdpa,gluon kernels.decode=triton
     done
 }
 generation_1558m() {
@@ -314,17 +316,20 @@ generation_1558m() {
 generation_drafts() { # models of Python's standard library continue a file of this repo, without a draft and with it
     local batch train="train.py kernels=triton attn=triton precision=bf16 data.tokenizer=gpt2 train.max_steps=500"
     train+=" train.eval_every=0 train.checkpoint_every=500 train.sample_tokens=0"
-    python $train out_dir=out/drafts-model
-    python $train model.n_layer=3 model.n_head=4 model.n_embd=256 out_dir=out/drafts-small
+    train_once drafts-model $train || return
+    train_once drafts-small $train model.n_layer=3 model.n_head=4 model.n_embd=256 || return
     for batch in 1 4 16; do
-        generate drafts-$batch -m checkpoint=out/drafts-model prompt="$(head -c 2000 model/gpt.py)" batch=$batch \
-            max_new_tokens=256 temperature=0,0.8 proof=true kernels.decode=triton \
-            generate.speculate=null,ngram,out/drafts-small
+        generate drafts-$batch -m checkpoint="$sitting/drafts-model" prompt="$(head -c 2000 model/gpt.py)" \
+            batch=$batch max_new_tokens=256 temperature=0,0.8 proof=true kernels.decode=triton \
+            generate.speculate="null,ngram,$sitting/drafts-small"
     done
 }
+train_once() { # NAME WORDS ...: a run that is complete is not repeated, and one that was stopped goes on
+    grep -qs '"status": "ok"' "$sitting/$1/result.json" || python "${@:2}" train.resume=auto out_dir="$sitting/$1"
+}
 generate() { # NAME WORDS ...
-    python -m scripts.generate "${@:2}" precision=bf16 out_dir="out/$1"
-    [ $? = 75 ] || python -m scripts.collect "out/$1"/*/
+    python -m scripts.generate "${@:2}" precision=bf16 out_dir="$sitting/$1"
+    [ $? = 75 ] || python -m scripts.collect "$sitting/$1"/*/
 }
 context_generate_eager() { longest generate-eager kernels=eager mode=generate; }
 context_generate_compile() { longest generate-compile kernels=compile mode=generate; }

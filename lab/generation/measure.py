@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.registry import AttnConfig, KernelsConfig, called_backends
-from lab.generation.writing import Arrival
+from lab.generation.writing import Arrival, arrive
 from lab.proof.memory import in_gib
 from lab.proof.receipt import make_receipt
 from model import cost
@@ -25,6 +25,7 @@ from runtime.timing import synchronize
 
 SAMPLE_STEPS = 16  # decoding steps in one sample of the speed, so a pause of a slow terminal spoils few samples
 PREFILLS, PREFILL_SECONDS = 5, 1.0  # time at most this many prefills, and start none after this many seconds
+GAIN_TURNS = 3  # texts with drafts, and texts without
 POWER_SECONDS = 1.5  # of a generation, or of its repetitions: 128 tokens of 124M take 20 ms
 
 
@@ -113,8 +114,8 @@ def figures(
     }
     drafts = decoder.step_tokens > 1
     result |= decode_speed(arrivals, batch, drafts, decoder.graph_tokens)
-    made = sum(step.tokens for step in arrivals[1:])
-    result["gen/accepted_tokens"] = made / (batch * (len(arrivals) - 1)) if drafts and len(arrivals) > 1 else 1.0
+    made, sequences = sum(step.tokens for step in arrivals[1:]), sum(step.sequences for step in arrivals[1:])
+    result["gen/accepted_tokens"] = made / sequences if drafts and sequences else 1.0
     step_ms = result["gen/step_ms"]
     result["gen/bandwidth_utilisation"] = least / (1e-3 * step_ms) / bandwidth if step_ms else None
     for name, tensors in decoder.memory().items():
@@ -138,30 +139,32 @@ def power_figures(power: PowerMeter, decoder: Decoder, idx: Tensor, lengths: Ten
 
 
 def gain_of_drafts(decoder: Decoder, options: dict, idx: Tensor, lengths: Tensor, max_new_tokens: int) -> dict:
-    """Generate with drafts and without. Return the speed without them, the speed-up, and how alike the texts are.
+    """Generate with drafts and without, in turns. Return the speed without, the speed-up, and how alike the texts are.
 
-    `options` are the keyword arguments of the decoder's constructor. The speeds are over all tokens after the first:
-    what a draft saves varies along a text. gen/same_tokens is the share of a text before its first different token. It
-    is 1 unless a step of several tokens rounds the logits differently.
+    `options` are the keyword arguments of the decoder's constructor. The speeds are medians of GAIN_TURNS texts, over
+    all tokens after the first: what a draft saves varies along a text. gen/same_tokens is the share of a text before
+    its first different token. It is 1 unless a step of several tokens rounds the logits differently.
     """
     options = options | {"options": replace(options["options"], speculate=None), "draft": None}
     plain = Decoder(decoder.model, len(idx), decoder.capacity, decoder.sampling, **options)
     plain.first_seeds = decoder.first_seeds
     warm_up(plain, idx, lengths, max_new_tokens)
-    speeds, texts = [], []
-    for each in (decoder, plain):
-        arrivals, sequences = [], [[] for _ in idx]
-        for step in stream(each, idx, max_new_tokens, lengths):
-            arrivals.append(Arrival(time.perf_counter(), sum(map(len, step))))
-            for sequence, tokens in zip(sequences, step, strict=True):
-                sequence += tokens
-        if len(arrivals) > 1:
-            tokens = sum(arrival.tokens for arrival in arrivals[1:])
-            speeds.append(tokens / (arrivals[-1].time - arrivals[0].time))
-        texts.append(torch.tensor(sequences))
-    gain = {"gen/same_tokens": (texts[0] == texts[1]).cumprod(1).double().mean().item()}
-    if len(speeds) == 2:
-        gain |= {"gen/undrafted_tokens_per_sec": speeds[1], "gen/speedup": speeds[0] / speeds[1]}
+    speeds, texts = {decoder: [], plain: []}, {}
+    for turn in range(GAIN_TURNS):
+        for each in (decoder, plain) if turn % 2 == 0 else (plain, decoder):
+            arrivals, sequences = [], [[] for _ in idx]
+            for step in stream(each, idx, max_new_tokens, lengths):
+                arrivals.append(arrive(step))
+                for sequence, tokens in zip(sequences, step, strict=True):
+                    sequence += tokens
+            if len(arrivals) > 1:
+                tokens = sum(arrival.tokens for arrival in arrivals[1:])
+                speeds[each].append(tokens / (arrivals[-1].time - arrivals[0].time))
+            texts[each] = torch.tensor(sequences)
+    gain = {"gen/same_tokens": (texts[decoder] == texts[plain]).cumprod(1).double().mean().item()}
+    if speeds[decoder] and speeds[plain]:
+        drafted, undrafted = (statistics.median(speeds[each]) for each in (decoder, plain))
+        gain |= {"gen/undrafted_tokens_per_sec": undrafted, "gen/speedup": drafted / undrafted}
     return gain
 
 

@@ -84,7 +84,11 @@ class GenerationRecipe:
             return build(*groups, device, seed=self.seed, weights=weights, needs=needs).eval()
 
         options = self.decoder_options | {"stops": stop_ids(self.tokenizer, self.stops)}
-        options["draft"] = build_model(self.draft) if self.draft else None
+        options["draft"] = draft = build_model(self.draft) if self.draft else None
+        check(  # it would guess nothing, and the text would be right
+            draft is None or all(weight.isfinite().all() for weight in draft.parameters()),
+            f"generate.speculate={self.generate.speculate} has a NaN or inf in a weight: choose another draft",
+        )
         return make_decoder(build_model(self.source), batch, capacity, self.sampling, self.seed, **options)
 
     def naming(self, decoder: Decoder) -> "GenerationRecipe":

@@ -35,6 +35,8 @@ def prove(decoder: Decoder, options: dict, precision: str, idx: Tensor, lengths:
     device, T = idx.device, idx.shape[1]
     shapes = [each.model.config for each in decoder.decoders]
     new_tokens = min([NEW_TOKENS, *(each.block_size - T for each in shapes if each.pos != "rope")])
+    if decoder.step_tokens > 1:  # a draft needs a cache of all tokens and of a whole draft
+        new_tokens = min([new_tokens, *(each.window - T - decoder.step_tokens + 1 for each in shapes if each.window)])
     greedy = Decoder(model, len(idx), T + new_tokens, Sampling(n_vocab, temperature=0), **options)
     greedy.warm_up(T, new_tokens)
     texts = [[] for _ in idx]

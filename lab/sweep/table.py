@@ -113,10 +113,17 @@ GENERATION: dict[str, Cell] = {
     "peak GiB": number_cell("{:.2f}", *PEAK),
     "start": number_cell("{:.1f} s", "gen/warmup_s"),
     "accepted": accepted_cell,
+    "speed-up by drafts": number_cell("{:.2f}x", "gen/speedup"),
     **SLOWER,
     **POWER,
 }
-OPTIONAL = {"accepted", "val loss", *SLOWER, *POWER}  # columns that a table leaves out if they are empty
+OPTIONAL = {
+    "accepted",
+    "speed-up by drafts",
+    "val loss",
+    *SLOWER,
+    *POWER,
+}  # columns that a table leaves out if they are empty
 
 
 def figure_columns(rows: Iterable[dict]) -> dict[str, Cell]:

@@ -359,6 +359,15 @@ def test_a_measured_decoder_that_no_longer_exists_does_not_decode(decoders_here)
         fastest.rank_decoders(torch.float32, 64, 1, CPU)
 
 
+def test_a_decoder_that_cannot_run_here_is_passed_over(decoders_here, generate, monkeypatch):
+    """Its package may be gone. It was the fastest for other batches, or for this one."""
+    for ms in ({1: {"blocks": 0.1}, 8: {"flashinfer": 0.1}}, {1: {"flashinfer": 0.1, "blocks": 0.2}}):
+        decoder_table(w64=ms)
+        monkeypatch.setattr(backend("decode", "flashinfer"), "unavailable", lambda device: "it needs flashinfer-python")
+        code, _, err, row = generate()
+        assert (code, err, row["kernels"]["decode"]) == (0, "", "auto (blocks)")
+
+
 def test_the_next_decoder_runs_where_the_fastest_refuses(decoders_here, monkeypatch):
     """A refusal of the decoder itself, or of Decoder: no draft, no torch.compile. auto's own pack() does the same."""
 
@@ -419,7 +428,7 @@ def test_generate_names_the_decoder_that_runs(decoders_here, generate):
 
 def test_generate_without_a_table_prints_the_command_that_fills_it(tables, generate):
     code, _, err, _ = generate()
-    why = f"nothing was measured on this device yet: run {fastest.FILL_COMMAND}"
+    why = f"nothing was measured on this device yet: run {fastest.FILL_COMMAND} op=decode"
     assert (code, err) == (1, f"error: decode=auto cannot run here: {why}\n")
 
 

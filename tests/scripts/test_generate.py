@@ -198,6 +198,13 @@ def test_a_draft_does_not_change_the_texts(command, sampling):
     assert samples("drafted") == samples("plain")
 
 
+def test_a_draft_with_a_weight_that_is_nan_is_refused(command, tmp_path):
+    """Its text would be right, and slow."""
+    save_model(tmp_path, name="small.pt", nan_position=60, n_layer=1)
+    code, _, err = command("prompt=a", "max_new_tokens=4", "generate.speculate=small.pt")
+    assert (code, err) == (1, "error: generate.speculate=small.pt has a NaN or inf in a weight: choose another draft\n")
+
+
 @pytest.mark.parametrize("source", ["ngram", "small.pt"])
 @pytest.mark.parametrize("sampling", [["temperature=0"], ["temperature=0.9", "seed=3"]], ids=["greedy", "sampled"])
 def test_the_row_of_a_draft_has_its_gain_and_counts_both_models(command, monkeypatch, tmp_path, source, sampling):

@@ -125,4 +125,4 @@ def test_answers_are_the_texts_of_runs(tmp_path, called):
     ],
 )
 def test_figures_of_an_answer(times, counts, line):
-    assert answer_line(1.0, [Arrival(time, 1) for time in times], counts) == line
+    assert answer_line(1.0, [Arrival(time, 1, 1) for time in times], counts) == line

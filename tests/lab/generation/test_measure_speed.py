@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data.tokenizer import Bytes
 from kernels.registry import AttnConfig, KernelsConfig
-from lab.generation import measure
+from lab.generation import measure, writing
 from lab.generation.measure import decode_speed
 from lab.generation.writing import Arrival
 from model.decoder import Decoder
 from model.generate_config import GenerateConfig
+from model.text import Text
 from runtime.power import PowerMeter
 from tests.model.test_decoder import with_graphs
 from tests.model.test_generate import GREEDY, prompt, varied_gpt
@@ -21,7 +23,7 @@ def arrive(*steps):
     now, arrivals = 0.0, []
     for seconds, tokens in steps:
         now += seconds
-        arrivals.append(Arrival(now, tokens))
+        arrivals.append(Arrival(now, tokens, 1))
     return arrivals
 
 
@@ -36,25 +38,27 @@ def test_steps_of_one_token():
 def test_the_gain_of_drafts_is_of_all_tokens_after_the_first(monkeypatch, more):
     """With drafts, 6 tokens take 3 s, and without them 6 s. The texts differ from their fifth token on, of 7 each.
 
-    A text of one token has no speed.
+    A text of one token has no speed. The turns are A B B A A B, and one turn of each takes longer.
     """
     idx, lengths = torch.zeros(1, 3, dtype=torch.int64), torch.tensor([3])
     drafting = Decoder(varied_gpt(), 1, 24, GREEDY, options=GenerateConfig(speculate="ngram"))
-    steps = {
+    steps = {  # the same in each turn
         True: [(10.0, [0]), (11.0, [1, 2, 3]), (12.0, [9]), (13.0, [5, 6])],
         False: [(20.0 + number, [number]) for number in range(7)],
     }
-    now = []
+    now, turns = [], []
 
     def stream(decoder, idx, new, lengths):
-        for seconds, tokens in steps[decoder.step_tokens > 1][: None if more else 1]:
-            now[:] = [seconds]
+        turns.append(drafts := decoder.step_tokens > 1)
+        for seconds, tokens in steps[drafts][: None if more else 1]:
+            now[:] = [seconds * (10 if turns == [True] or turns[2:] == [False] else 1)]
             yield [tokens]
 
     monkeypatch.setattr(measure, "stream", stream)
     monkeypatch.setattr(measure, "warm_up", lambda *_: None)
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(writing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     gain = measure.gain_of_drafts(drafting, {"options": GenerateConfig(speculate="ngram")}, idx, lengths, 7)
+    assert turns == [True, False, False, True, True, False]
     if not more:
         assert gain == {"gen/same_tokens": 1.0}
         assert measure.gain_line(gain) == "drafts   not timed; the texts agree in their first 100.0%"
@@ -117,3 +121,15 @@ def test_the_power_is_that_of_repeated_generations(monkeypatch):
 
 def test_one_arrival_has_no_speed():
     assert decode_speed(arrive((9, 1)), batch=1, drafts=False)["gen/decode_tokens_per_sec"] is None
+
+
+def test_accepted_tokens_are_those_of_sequences_that_are_not_complete(tmp_path):
+    """One sequence gets 1 + 3 tokens, the other 1 + 3 x 1: six tokens in four steps of a sequence after the prefill."""
+    texts = [Text(Bytes(), []), Text(Bytes(), [])]
+    steps = [[[0], [0]], [[1, 2, 3], [1]], [[], [2]], [[], [3]]]
+    arrivals = [arrival for arrival, _ in writing.read_stream(iter(steps), texts)]
+    assert [(each.tokens, each.sequences) for each in arrivals] == [(2, 2), (4, 2), (1, 1), (1, 1)]
+    decoder = Decoder(varied_gpt(), 2, 24, GREEDY, options=GenerateConfig(speculate="ngram"))
+    idx, lengths = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3])
+    found = measure.figures(decoder, idx, lengths, [0.1], arrivals, least=1, bandwidth=1.0)
+    assert found["gen/accepted_tokens"] == 6 / 4

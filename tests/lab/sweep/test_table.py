@@ -126,11 +126,12 @@ def test_a_sweep_without_evaluations_has_no_such_column():
 
 
 def test_accepted_tokens_have_a_column_if_any_row_drafts():
-    draft = make_run(tokens_per_sec=3000.0, **{"gen/accepted_tokens": 1.625})
+    draft = make_run(tokens_per_sec=3000.0, **{"gen/accepted_tokens": 1.625, "gen/speedup": 1.25})
     draft["config"] = draft["config"] | {"generate": {"speculate": "ngram"}}
     table = cells(sweep_table({"1-plain": [make_run()], "2-draft": [draft]}))
-    assert table[0] == [*HEAD, "accepted"]
-    assert [line[-1] for line in table[1:]] == ["1.62", "21.2 s"]
+    assert table[0] == [*HEAD, "accepted", "speed-up by drafts"]
+    assert [line[-1] for line in table[1:]] == ["1.25x", "21.2 s"]
+    assert table[1][-2] == "1.62"
     assert table[1][2].startswith("1.500x")
 
 
