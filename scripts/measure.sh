@@ -174,38 +174,37 @@ compile_modes() {
 }
 
 # The tables of languages in results/README.md, on an H200 with 32 cores: 24 minutes of kernels, 24 of steps, and about 8
-# of decoding. A shorter session measures a table: ops="rms_norm rope glu" scripts/measure.sh languages_kernels, and
-# models=gpt2_124m scripts/measure.sh languages_steps. The rows of a table must be of one GPU and commit, within six hours
+# of decoding. models=gpt2_124m scripts/measure.sh languages_steps measures the two tables of one model. The rows of a
+# table must be of one GPU and commit, within six hours
 languages() { languages_kernels; languages_steps; }
 languages_kernels() {
     local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
     CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
-    local op shape
-    for op in ${ops:-norm rms_norm linear rope attention mlp glu loss adamw muon}; do
-        case $op in
-            norm | mlp | adamw) shape=124m ;;
-            muon) shape=124m_fc ;;
-            rms_norm | rope | glu) shape=smollm2-135m ;;
-            *) shape='124m smollm2-135m' ;;
+    local model op ops shape
+    for model in ${models:-gpt2_124m smollm2_135m}; do
+        case $model in
+            gpt2_124m) shape=124m ops='norm linear attention mlp loss adamw muon' ;;
+            smollm2_135m) shape=smollm2-135m ops='rms_norm linear rope attention glu loss' ;;
         esac
-        for shape in $shape; do
-            python -m scripts.bench_kernels op=$op shape=$shape first_call=true keep=true \
-                suffix=languages out_dir="out/languages/$op-$shape"
+        for op in $ops; do
+            [ $op != muon ] || shape=124m_fc # the last one
+            python -m scripts.bench_kernels op=$op shape=$shape first_call=true keep=true suffix=languages \
+                out_dir="$sitting/languages-kernels/$op-$shape"
         done
     done
 }
 languages_steps() {
     local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
     CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
-    local model words="model.vocab_size=50304"
+    local model words="model.vocab_size=50304" folder="$sitting/languages-steps"
     for model in ${models:-gpt2_124m smollm2_135m}; do
-        python train.py +sweep=languages model=$model $words train.block_size=1024 out_dir="out/languages/$model"
+        python train.py +sweep=languages model=$model $words train.block_size=1024 out_dir="$folder/$model"
         [ $? = 75 ] && return 75
         python -m scripts.generate +sweep=decoding_languages model=$model checkpoint=random \
-            out_dir="out/languages/$model-decoding"
+            out_dir="$folder/$model-decoding"
         [ $? = 75 ] && return 75
     done
-    python -m scripts.collect --suffix languages out/languages/*_*/*/
+    python -m scripts.collect --suffix languages "$folder"/*/*/
 }
 
 # Three seeds of 301 million tokens in bf16, in fp8, and in fp8 with the head in bf16. A run takes 7 to 10 minutes on
@@ -298,10 +297,11 @@ generation() { generate generation +sweep=generate checkpoint=random prompt_toke
 generation_1024() { generate generation-1024 +sweep=generate checkpoint=random prompt_tokens=1024 batch=1; }
 generation_256() { generate generation-256 +sweep=generate checkpoint=random batch=256 prompt_tokens=128; }
 generation_contexts() { # share of the bound over batch and context, in about eight minutes (an estimate)
-    local words="checkpoint=random model.pos=rope proof=true temperature=0 kernels.decode=triton,persistent"
-    generate generation-contexts -m $words batch=1,8,64,256 prompt_tokens=128,1024
+    local words="checkpoint=random model.pos=rope proof=true temperature=0"
+    generate generation-contexts -m $words kernels.decode=triton batch=1,8,64,256 prompt_tokens=128,1024
     # with 256 sequences the caches of the run and of its proof would take 150 GiB
-    generate generation-8192 -m $words batch=1,8,64 prompt_tokens=8192
+    generate generation-8192 -m $words kernels.decode=triton batch=1,8,64 prompt_tokens=8192
+    generate generation-persistent -m $words kernels.decode=persistent batch=1,8 prompt_tokens=128,1024,8192
 }
 prefills() { # 8 prompts of 1,024 tokens and 64 of 128, with the kernels of training: four minutes (an estimate)
     local size

@@ -1,8 +1,8 @@
 """The decoder that was measured to be the fastest for this number of sequences on this GPU: see kernels/fastest.py.
 
-`python -m scripts.tune op=decode auto=true` measures. If the fastest decoder refuses the model or the cache, the next
-one decodes. scripts.generate builds it by its own name (make_decoder() in model/decoder.py), so a generation also has
-what the decoder defines besides decode().
+`python -m scripts.tune op=decode auto=true` measures. If the fastest decoder cannot run here, or refuses the model or
+the cache, the next one decodes. scripts.generate builds it by its own name (make_decoder() in model/decoder.py), so a
+generation also has what the decoder defines besides decode().
 """
 
 from functools import partial

@@ -49,7 +49,7 @@ def first_calls(
     the time or the memory is too short for it alone, its status is "undecided: why".
     """
     call = partial(FirstCall, op, shape=shape, dtype=dtype)
-    reset_peak_memory(device)  # this process gives the memory back that its allocator keeps
+    reset_peak_memory(device)  # free the memory that the allocator of this process caches
     statuses = call_together(names, call, device, AT_A_TIME)
     if min(AT_A_TIME, len(names)) > 1:
         failed = [name for name, status in statuses.items() if first_word(status) in ENDED]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.registry import AttnConfig, KernelsConfig, called_backends
-from lab.generation.writing import Arrival, arrive
+from lab.generation.writing import Arrival, make_arrival
 from lab.proof.memory import in_gib
 from lab.proof.receipt import make_receipt
 from model import cost
@@ -25,7 +25,7 @@ from runtime.timing import synchronize
 
 SAMPLE_STEPS = 16  # decoding steps in one sample of the speed, so a pause of a slow terminal spoils few samples
 PREFILLS, PREFILL_SECONDS = 5, 1.0  # time at most this many prefills, and start none after this many seconds
-GAIN_TURNS = 3  # texts with drafts, and texts without
+GAIN_TURNS = 3  # texts with drafts, and as many without
 POWER_SECONDS = 1.5  # of a generation, or of its repetitions: 128 tokens of 124M take 20 ms
 
 
@@ -65,7 +65,7 @@ def decode_speed(arrivals: list[Arrival], batch: int, drafts: bool, graph_tokens
         intervals.append(seconds * batch / tokens)
         step_seconds.append(seconds / group if drafts else intervals[-1])
     for before, step in pairwise(arrivals):
-        token_ms.append(1e3 * (step.time - before.time) * batch / step.tokens)
+        token_ms.append(1e3 * (step.time - before.time) * step.sequences / step.tokens)
     token_ms.sort()
     tails = {f"gen/token_ms/p{p}": token_ms[min(len(token_ms) - 1, len(token_ms) * p // 100)] for p in (50, 95, 99)}
     p20, median, p80 = quantiles([batch / seconds for seconds in intervals])
@@ -154,7 +154,7 @@ def gain_of_drafts(decoder: Decoder, options: dict, idx: Tensor, lengths: Tensor
         for each in (decoder, plain) if turn % 2 == 0 else (plain, decoder):
             arrivals, sequences = [], [[] for _ in idx]
             for step in stream(each, idx, max_new_tokens, lengths):
-                arrivals.append(arrive(step))
+                arrivals.append(make_arrival(step))
                 for sequence, tokens in zip(sequences, step, strict=True):
                     sequence += tokens
             if len(arrivals) > 1:

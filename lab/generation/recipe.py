@@ -85,7 +85,7 @@ class GenerationRecipe:
 
         options = self.decoder_options | {"stops": stop_ids(self.tokenizer, self.stops)}
         options["draft"] = draft = build_model(self.draft) if self.draft else None
-        check(  # it would guess nothing, and the text would be right
+        check(  # such a draft guesses nothing: the text is right, but slow
             draft is None or all(weight.isfinite().all() for weight in draft.parameters()),
             f"generate.speculate={self.generate.speculate} has a NaN or inf in a weight: choose another draft",
         )

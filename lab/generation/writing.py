@@ -20,10 +20,10 @@ class Arrival(NamedTuple):
 
     time: float  # perf_counter()'s seconds
     tokens: int  # new tokens of all sequences
-    sequences: int  # that got one or more
+    sequences: int  # sequences that got a token
 
 
-def arrive(step: list[list[int]]) -> Arrival:
+def make_arrival(step: list[list[int]]) -> Arrival:
     """Return the arrival, now, of a step's new tokens of each sequence."""
     return Arrival(time.perf_counter(), sum(map(len, step)), sum(map(bool, step)))
 
@@ -31,7 +31,7 @@ def arrive(step: list[list[int]]) -> Arrival:
 def read_stream(steps: Iterator[list[list[int]]], texts: list[Text]) -> Iterator[tuple[Arrival, list[str]]]:
     """Add the tokens to the texts until all texts have stopped. Yield each step's arrival and each text's new part."""
     for step in steps:
-        arrival = arrive(step)
+        arrival = make_arrival(step)
         yield arrival, [text.add(tokens) for text, tokens in zip(texts, step, strict=True)]
         if all(text.stopped for text in texts):
             return

@@ -19,6 +19,7 @@ from model.generate import stream
 from model.gpt import GPT
 from model.layers import Norm
 from model.step import build
+from runtime.config import check
 
 NEW_TOKENS = 512
 ROWS = 4  # compare at most this many sequences of the batch
@@ -35,8 +36,14 @@ def prove(decoder: Decoder, options: dict, precision: str, idx: Tensor, lengths:
     device, T = idx.device, idx.shape[1]
     shapes = [each.model.config for each in decoder.decoders]
     new_tokens = min([NEW_TOKENS, *(each.block_size - T for each in shapes if each.pos != "rope")])
-    if decoder.step_tokens > 1:  # a draft needs a cache of all tokens and of a whole draft
+    if (
+        decoder.step_tokens > 1
+    ):  # with drafts the cache must hold all tokens and one whole draft, so a window limits them
         new_tokens = min([new_tokens, *(each.window - T - decoder.step_tokens + 1 for each in shapes if each.window)])
+        check(
+            new_tokens > 1,
+            "proof=true compares two new tokens or more, and the window has room for one: shorten the prompt",
+        )
     greedy = Decoder(model, len(idx), T + new_tokens, Sampling(n_vocab, temperature=0), **options)
     greedy.warm_up(T, new_tokens)
     texts = [[] for _ in idx]

@@ -135,7 +135,7 @@ def cache_and_draft(config: dict) -> list[str]:
     if options.get("kv", "auto") != "auto":
         choices.append(f"{options['kv']} cache")
     if options.get("speculate"):
-        choices.append(f"{options['speculate']} draft of {options['draft_tokens']}")
+        choices.append(f"{Path(options['speculate']).name} draft of {options['draft_tokens']}")
     return choices
 
 

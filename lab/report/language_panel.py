@@ -22,7 +22,7 @@ def language_panels(source: ReportSource) -> list[Panel]:
 
 
 def languages_figure(rows: list[dict]) -> Figure | None:
-    """Return the speeds over eager's in the newest benchmark with eager of each op and shape; None without such rows.
+    """Return each backend's speed over eager's, from the newest benchmark of an op and shape that has eager, or None.
 
     Rows of one benchmark have one `started`, which older rows lack.
     """

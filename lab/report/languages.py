@@ -34,7 +34,7 @@ ABSENT = {
     "Pallas": "not written: rms_norm shows the language",
     "CuTe DSL": "QuACK has no AdamW",
     "Liger's Triton": "Liger-Kernel has no such kernel",
-    "XLA": "not written; a step with XLA runs without a CUDA graph",
+    "XLA": "not written: the model's ops show the language",
     "CUDA libraries": "PyTorch calls cuBLAS itself for matmuls, and the libraries have no kernel of the other ops",
 }
 # The file of rows -> {language: the words of its step}, and the columns of its table
@@ -48,10 +48,10 @@ bytes or its bare matmuls (attention and muon have no floor); the largest error 
 first call; and the lines of kernel code, 0 if PyTorch or a library has the kernels. If a language has several backends
 of an op, the cell shows the fastest. `flash` is in CuTe DSL in version 4, and in CUDA C++ before: the cell says which
 ran. Each first call runs in a new process with empty compile caches, from the import of the backend to the end of one
-forward and backward. It excludes PyTorch's import and a first matmul. One first call runs for every four cores of the
-machine. The inputs of an op are 65,536 tokens, four times as many for norm and rms_norm, and half for loss and for
-GPT-2's attention. adamw has all weights, and muon the weights `c_fc` of 12 blocks. "none": the language has no such
-kernel here.
+forward and backward. It excludes PyTorch's import and a first matmul. First calls run at the same time: one for every
+four cores, at most eight. The inputs of an op are 65,536 tokens, four times as many for norm and rms_norm, and half for
+loss and for GPT-2's attention. adamw has all weights, and muon the weights `c_fc` of 12 blocks. "none": the language
+has no such kernel here.
 
 In a step, PyTorch computes the ops that the language lacks, and `kernels=gluon` takes Triton for them. A language
 without a line has no kernel of such a step. The first step compiles all kernels, and the loss is of the last step."""
@@ -89,7 +89,7 @@ def language_tables(device: str) -> str:
         own = {key: row for key, row in kernels.items() if key[:2] in shapes.items()}
         refused = [row for row in own.values() if row["status"] != "ok"]
         measured.append({" ".join(key): row for key, row in own.items()})
-        parts += [f"Kernels at the shapes of `model={model}`, in bf16{when(measured[-1])}:"]
+        parts += [f"Kernels at the shapes of `model={model}`, in bf16{commit_and_date(measured[-1])}:"]
         parts += [kernel_table(shapes, kernels, notes)]
         model_ops = [op for op in OPS if op in shapes]
         for (kind, (overrides, columns)), ops in zip(STEP_TABLES.items(), (model_ops, ["decode"]), strict=True):
@@ -98,7 +98,7 @@ def language_tables(device: str) -> str:
             measured.append({words: each[-1] for words, each in runs.items() if each})
             row, what = next(filter(speed, rows), None), "Training" if kind == "train" else "Decoding"
             if row:
-                parts.append(f"{title(row).removesuffix(':')}{when(measured[-1])}:")
+                parts.append(f"{title(row).removesuffix(':')}{commit_and_date(measured[-1])}:")
             else:
                 parts.append(f"{what} `model={model}`: {'no run has a speed' if rows else 'not measured'}.")
             if rows:
@@ -121,7 +121,7 @@ def is_uncaptured(runs: list[dict]) -> bool:
     return any(speed(row) and row.get("cuda_graph", "captured") != "captured" for row in runs)
 
 
-def when(rows: dict[str, dict]) -> str:
+def commit_and_date(rows: dict[str, dict]) -> str:
     """Return ", commit 3389580, 2026-11-30" for the rows of a table, which are of one sitting; "" without rows."""
     row = next((row for row in rows.values() if "env" in row), None)
     return f", commit {commit(row)}, {row['started'][:10]}" if row else ""

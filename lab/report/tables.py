@@ -220,8 +220,8 @@ def kernel_rows(device: str) -> list[dict]:
 
 
 def kernel_benchmarks(device: str) -> str:
-    """Return the table of the newest rows of scripts.bench_kernels for each op, dtype, shape and backend."""
-    newest = newest_kernels([row for row in kernel_rows(device) if row["impl"] != "auto"])  # the row of another
+    """Return the table of the newest rows of scripts.bench_kernels for each op, dtype, shape and backend but auto."""
+    newest = newest_kernels([row for row in kernel_rows(device) if row["impl"] != "auto"])
     if not newest:
         return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
     rows = sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"]))

@@ -18,17 +18,17 @@ from tests.model.test_decoder import with_graphs
 from tests.model.test_generate import GREEDY, prompt, varied_gpt
 
 
-def arrive(*steps):
-    """Arrivals of (seconds since the last one, tokens)."""
+def arrive(*steps, batch=1):
+    """Arrivals of (seconds since the last one, tokens) of all sequences."""
     now, arrivals = 0.0, []
     for seconds, tokens in steps:
         now += seconds
-        arrivals.append(Arrival(now, tokens, 1))
+        arrivals.append(Arrival(now, tokens, batch))
     return arrivals
 
 
 def test_steps_of_one_token():
-    figures = decode_speed(arrive((9, 2), *[(0.5, 2)] * 32), batch=2, drafts=False)
+    figures = decode_speed(arrive((9, 2), *[(0.5, 2)] * 32, batch=2), batch=2, drafts=False)
     assert figures["gen/laps_s"] == pytest.approx([0.5, 0.5])
     assert figures["gen/decode_tokens_per_sec"] == pytest.approx(4)
     assert (figures["gen/step_ms"], figures["gen/token_ms/p50"]) == pytest.approx((500, 500))
@@ -84,12 +84,12 @@ def test_a_launch_of_16_tokens_is_16_steps():
 
 def test_the_last_graph_does_not_count_if_its_tokens_were_cut():
     """A graph of 8 tokens takes 0.8 s, also if only 3 of them are used. A draft may always make fewer tokens."""
-    figures = decode_speed(arrive((9, 2), *[(0.8, 16)] * 4, (0.8, 6)), batch=2, drafts=False, graph_tokens=8)
+    figures = decode_speed(arrive((9, 2), *[(0.8, 16)] * 4, (0.8, 6), batch=2), batch=2, drafts=False, graph_tokens=8)
     assert figures["gen/laps_s"] == pytest.approx([0.1, 0.1])
     assert figures["gen/token_ms/p99"] == pytest.approx(100)
-    figures = decode_speed(arrive((9, 2), (0.8, 6)), batch=2, drafts=False, graph_tokens=8)
+    figures = decode_speed(arrive((9, 2), (0.8, 6), batch=2), batch=2, drafts=False, graph_tokens=8)
     assert figures["gen/step_ms"] is None
-    figures = decode_speed(arrive((9, 2), *[(0.8, 4)] * 15, (0.8, 1)), batch=2, drafts=True)
+    figures = decode_speed(arrive((9, 2), *[(0.8, 4)] * 15, (0.8, 1), batch=2), batch=2, drafts=True)
     assert figures["gen/laps_s"] == pytest.approx([16 * 0.8 * 2 / 61])
 
 
@@ -133,3 +133,9 @@ def test_accepted_tokens_are_those_of_sequences_that_are_not_complete(tmp_path):
     idx, lengths = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3])
     found = measure.figures(decoder, idx, lengths, [0.1], arrivals, least=1, bandwidth=1.0)
     assert found["gen/accepted_tokens"] == 6 / 4
+
+
+def test_the_time_of_a_token_is_that_of_sequences_that_are_not_complete():
+    """One of two sequences is complete after the second step, and each step takes a second."""
+    figures = decode_speed([Arrival(0.0, 2, 2), Arrival(1.0, 2, 2), Arrival(2.0, 1, 1)], batch=2, drafts=True)
+    assert (figures["gen/token_ms/p50"], figures["gen/token_ms/p99"]) == (1000, 1000)

@@ -11,6 +11,7 @@ from lab.proof.generation import compared_rows, judge, prove, to_float64, why_pr
 from model.decoder import Decoder
 from model.generate import generate
 from model.generate_config import GenerateConfig
+from runtime.config import UserError
 from tests.model.test_generate import varied_gpt
 from tests.model.test_gpt import SMALL
 
@@ -102,3 +103,9 @@ def test_a_proof_with_drafts_is_as_long_as_the_window_allows(windowed):
     idx = torch.randint(97, (1, 4), generator=torch.Generator().manual_seed(2))
     proof = prove(Decoder(model, 1, 8, Sampling(97, 0.8), **options), options, "fp32", idx, torch.full((1,), 4))
     assert (proof["ok"], proof["new_tokens"]) == (True, 16)
+    idx = torch.randint(97, (1, 19), generator=torch.Generator().manual_seed(2))
+    decoder = Decoder(model, 1, 20, Sampling(97, 0.8), **options)
+    with pytest.raises(
+        UserError, match=r"^proof=true compares two new tokens or more, and the window has room for one: "
+    ):
+        prove(decoder, options, "fp32", idx, torch.full((1,), 19))

@@ -53,7 +53,7 @@ def test_a_decoder_has_a_name_of_its_own_and_blocks_have_the_names_of_their_kern
         "compile, fp8 cache, ngram draft of 4 · sdpa": "",
         "decode int8": "prefill triton · flash",
         "decode int8, fp8 cache": "prefill eager · sdpa",
-        "decode triton, out/small draft of 4": "prefill eager · sdpa",
+        "decode triton, small draft of 4": "prefill eager · sdpa",
     }
     assert choice_name(old_row("compile", "triton", 2131.0)) == "compile · triton"
     assert choice_name(choosing(decode="int8")) == "triton · flash"
