@@ -30,32 +30,37 @@ from kernels.tuned import merged_table, read_table, table_paths, tables_in_use, 
 T = TypeVar("T")
 
 FILL_COMMAND = "python -m scripts.tune auto=true"
+NOT_MEASURED = "nothing was measured on this device yet"
 # {(op, device type): {entry name: its size_ranges()}}. unavailable() fills it before any call of the op, because
 # torch.compile cannot trace code that reads a file
 _choices: dict[tuple[str, str], dict[str, list]] = {}
-_eager: dict[str, ModuleType] = {}  # {op: the module of eager, which refuses nothing; of decode, that of blocks}
+_eager: dict[str, ModuleType] = {}  # {op: the module of eager, which refuses nothing}
 _arguments: dict[tuple[str, str], frozenset[str]] = {}  # {(op, backend): the names of its function's arguments}
 
 
 def unavailable(op: str, device: torch.device) -> str | None:
     """Read the tables of `device` for later calls of the op. Return a reason if they have no entry, else None."""
-    choices = {}
-    for name, backend_by_size in merged_table(device).items():
-        if name.split()[0] != op:
-            continue
-        # A table may name a backend whose file no longer exists
-        existing = {size: impl for size, impl in backend_by_size.items() if impl in impls(op)}
-        for impl in dict.fromkeys(existing.values()):
-            # a decoder that cannot run is passed over: see first_accepted()
-            if op != "decode" and (reason := registry.unavailable(op, impl, device)):
-                return f"{op}={impl} was the fastest, but cannot run now: {reason}; run {FILL_COMMAND} again"
-            parameters = inspect.signature(getattr(backend(op, impl), op)).parameters
-            _arguments[op, impl] = frozenset(parameters)
-        if existing:
-            choices[name] = size_ranges(op, existing)
-    _choices[op, device.type], _eager[op] = choices, backend(op, default_impl(op))
-    command = f"{FILL_COMMAND} op=decode" if op == "decode" else FILL_COMMAND
-    return None if choices else f"nothing was measured on this device yet: run {command}"
+    entries = measured_entries(op, device)
+    for impl in dict.fromkeys(impl for by_size in entries.values() for impl in by_size.values()):
+        if reason := registry.unavailable(op, impl, device):
+            return f"{op}={impl} was the fastest, but cannot run now: {reason}; run {FILL_COMMAND} again"
+        parameters = inspect.signature(getattr(backend(op, impl), op)).parameters
+        _arguments[op, impl] = frozenset(parameters)
+    _choices[op, device.type] = {name: size_ranges(op, by_size) for name, by_size in entries.items()}
+    _eager[op] = backend(op, default_impl(op))
+    return None if entries else f"{NOT_MEASURED}: run {FILL_COMMAND}"
+
+
+def unavailable_decoders(device: torch.device) -> str | None:
+    """Return a reason if the tables of `device` have no decoder. first_accepted() passes over one that cannot run."""
+    return None if measured_entries("decode", device) else f"{NOT_MEASURED}: run {FILL_COMMAND} op=decode"
+
+
+def measured_entries(op: str, device: torch.device) -> dict[str, dict[str, str]]:
+    """Return {name of an entry: {size: the fastest backend}} of the op, without backends that no longer exist."""
+    entries = {name: by_size for name, by_size in merged_table(device).items() if name.split()[0] == op}
+    here = {name: {n: impl for n, impl in by_size.items() if impl in impls(op)} for name, by_size in entries.items()}
+    return {name: by_size for name, by_size in here.items() if by_size}
 
 
 def size_ranges(op: str, backend_by_size: dict[str, str]) -> list[tuple[float, str, ModuleType]]:
@@ -130,10 +135,11 @@ def rank_decoders(dtype: torch.dtype, width: int, batch: int, device: torch.devi
     The measurement is the one of the nearest width by ratio, and then of the nearest number of sequences. The last
     decoder is blocks if it was not measured. Raises Unavailable if the tables have no entry for this dtype.
     """
-    if reason := unavailable("decode", device):
+    if reason := unavailable_decoders(device):
         raise Unavailable(f"decode=auto cannot run here: {reason}")
     prefix = f"decode {str(dtype).removeprefix('torch.')} "
-    widths = {name.removeprefix(prefix): name for name in _choices["decode", device.type] if name.startswith(prefix)}
+    names = [name for name in measured_entries("decode", device) if name.startswith(prefix)]
+    widths = {name.removeprefix(prefix): name for name in names}
     if not widths:
         command = f"{FILL_COMMAND} op=decode dtype={prefix.split()[1]}"
         raise Unavailable(f"decode=auto: nothing was measured for `{prefix.strip()}` on this device: run {command}")

@@ -176,7 +176,7 @@ def process_peaks(device: torch.device) -> dict[str, float | int | None]:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -180,16 +180,16 @@ languages() { languages_kernels; languages_steps; }
 languages_kernels() {
     local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
     CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
-    local model op ops shape
+    local model column columns # OP:SHAPE
     for model in ${models:-gpt2_124m smollm2_135m}; do
         case $model in
-            gpt2_124m) shape=124m ops='norm linear attention mlp loss adamw muon' ;;
-            smollm2_135m) shape=smollm2-135m ops='rms_norm linear rope attention glu loss' ;;
+            gpt2_124m) columns=({norm,linear,attention,mlp,loss,adamw}:124m muon:124m_fc) ;;
+            smollm2_135m) columns=({rms_norm,linear,rope,attention,glu,loss}:smollm2-135m) ;;
+            *) echo "error: models=$model: choose gpt2_124m, smollm2_135m" >&2 && return 2 ;;
         esac
-        for op in $ops; do
-            [ $op != muon ] || shape=124m_fc # the last one
-            python -m scripts.bench_kernels op=$op shape=$shape first_call=true keep=true suffix=languages \
-                out_dir="$sitting/languages-kernels/$op-$shape"
+        for column in "${columns[@]}"; do
+            python -m scripts.bench_kernels op=${column%:*} shape=${column#*:} first_call=true keep=true \
+                suffix=languages out_dir="$sitting/languages-kernels/${column/:/-}"
         done
     done
 }

@@ -5,7 +5,6 @@ the cache, the next one decodes. scripts.generate builds it by its own name (mak
 generation also has what the decoder defines besides decode().
 """
 
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,7 @@ from kernels.cache import Cache
 from kernels.decode import Model
 from kernels.registry import backend, load
 
-unavailable = partial(fastest.unavailable, "decode")
+unavailable = fastest.unavailable_decoders
 
 
 def detail() -> str:

@@ -4,7 +4,6 @@ A search for launch parameters compiles each kernel about ten times, and one com
 compiles mostly in C++ and in ptxas, which is a program of its own, so threads compile at the same time.
 """
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 import torch
 import triton
 from triton.runtime.jit import JITFunction
+
+from runtime.device import usable_cores
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def launches_only_compile() -> Iterator[None]:
         return run(self, *arguments, **{**options, "warmup": True})
 
     with (
-        ThreadPoolExecutor(os.cpu_count()) as threads,
+        ThreadPoolExecutor(usable_cores()) as threads,
         triton.AsyncCompileMode(threads, ignore_errors=True),
         torch.autograd.set_multithreading_enabled(False),
     ):

@@ -25,12 +25,12 @@ from kernels.compat import inductor_options
 from kernels.registry import Unavailable, backend, contract, describe, is_silent_triton, load, unavailable
 from lab import compat
 from lab.bench.op import optional_arguments
-from runtime.device import is_out_of_memory, select_device
+from runtime.device import is_out_of_memory, select_device, usable_cores
 
 ENDED = "failed", "undecided"  # with these statuses, the process of the probe ends
 ERRORS = "wrong", *ENDED
 PROBE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PROCESSES = max(4, (os.cpu_count() or 1) // 2)  # at a time; on a GPU each has a CUDA context, which takes memory
+PROCESSES = max(4, usable_cores() // 2)  # at a time; on a GPU each has a CUDA context, which takes memory
 # The fork server imports these once, for all processes: this module, what it needs, and what scripts/doctor.py needs
 PRELOAD = ["lab.bench.probe", "lab.bench.machine", "lab.bench.support", "lab.rows", compat.INDUCTOR_CONFIG]
 

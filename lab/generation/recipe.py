@@ -83,12 +83,12 @@ class GenerationRecipe:
             groups = source.config, *self.groups[1:]
             return build(*groups, device, seed=self.seed, weights=weights, needs=needs).eval()
 
-        options = self.decoder_options | {"stops": stop_ids(self.tokenizer, self.stops)}
-        options["draft"] = draft = build_model(self.draft) if self.draft else None
+        draft = build_model(self.draft) if self.draft else None
         check(  # such a draft guesses nothing: the text is right, but slow
             draft is None or all(weight.isfinite().all() for weight in draft.parameters()),
             f"generate.speculate={self.generate.speculate} has a NaN or inf in a weight: choose another draft",
         )
+        options = self.decoder_options | {"stops": stop_ids(self.tokenizer, self.stops), "draft": draft}
         return make_decoder(build_model(self.source), batch, capacity, self.sampling, self.seed, **options)
 
     def naming(self, decoder: Decoder) -> "GenerationRecipe":

@@ -36,9 +36,8 @@ def prove(decoder: Decoder, options: dict, precision: str, idx: Tensor, lengths:
     device, T = idx.device, idx.shape[1]
     shapes = [each.model.config for each in decoder.decoders]
     new_tokens = min([NEW_TOKENS, *(each.block_size - T for each in shapes if each.pos != "rope")])
-    if (
-        decoder.step_tokens > 1
-    ):  # with drafts the cache must hold all tokens and one whole draft, so a window limits them
+    if decoder.step_tokens > 1:
+        # the cache must hold all tokens and one whole draft, so a window limits them
         new_tokens = min([new_tokens, *(each.window - T - decoder.step_tokens + 1 for each in shapes if each.window)])
         check(
             new_tokens > 1,

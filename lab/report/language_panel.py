@@ -24,14 +24,13 @@ def language_panels(source: ReportSource) -> list[Panel]:
 def languages_figure(rows: list[dict]) -> Figure | None:
     """Return each backend's speed over eager's, from the newest benchmark of an op and shape that has eager, or None.
 
-    Rows of one benchmark have one `started`, which older rows lack.
+    `rows` are oldest first. Those of one benchmark have one `started`, which older rows lack.
     """
-    groups: dict[tuple, list[dict]] = {}  # op, shape, dtype and `started` -> the rows of this benchmark
+    groups: dict[tuple, list[dict]] = {}  # op, shape, dtype and `started` -> the rows of this benchmark, oldest first
     for row in rows:
         if "started" in row and row.get("both/ms") and row["impl"] != "auto" and row["op"] in ALL_OPS:
             groups.setdefault((row["op"], row["shape"], row["dtype"], row["started"]), []).append(row)
-    with_eager = (key for key, group in groups.items() if any(row["impl"] == "eager" for row in group))
-    benchmarks = {key[:3]: groups[key] for key in sorted(with_eager, key=lambda key: key[3])}
+    benchmarks = {key[:3]: group for key, group in groups.items() if any(row["impl"] == "eager" for row in group)}
     points: dict[str, list[Point]] = {language: [] for language in languages()}
     for op, shape, dtype in sorted(benchmarks, key=lambda key: (key[1], ALL_OPS.index(key[0]))):
         group = benchmarks[op, shape, dtype]

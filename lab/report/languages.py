@@ -6,7 +6,7 @@ with a new name has a line. The rows of a table must be of one sitting, as those
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tabulate import tabulate
 
@@ -89,24 +89,12 @@ def language_tables(device: str) -> str:
         own = {key: row for key, row in kernels.items() if key[:2] in shapes.items()}
         refused = [row for row in own.values() if row["status"] != "ok"]
         measured.append({" ".join(key): row for key, row in own.items()})
-        parts += [f"Kernels at the shapes of `model={model}`, in bf16{commit_and_date(measured[-1])}:"]
+        parts += [f"Kernels at the shapes of `model={model}`, in bf16{commit_and_date(own.values())}:"]
         parts += [kernel_table(shapes, kernels, notes)]
-        model_ops = [op for op in OPS if op in shapes]
-        for (kind, (overrides, columns)), ops in zip(STEP_TABLES.items(), (model_ops, ["decode"]), strict=True):
+        for kind, ops in (("train", [op for op in OPS if op in shapes]), ("generate", ["decode"])):
             runs = newest_steps(device, kind, model)
-            rows = [row for each in runs.values() for row in each]
             measured.append({words: each[-1] for words, each in runs.items() if each})
-            row, what = next(filter(speed, rows), None), "Training" if kind == "train" else "Decoding"
-            if row:
-                parts.append(f"{title(row).removesuffix(':')}{commit_and_date(measured[-1])}:")
-            else:
-                parts.append(f"{what} `model={model}`: {'no run has a speed' if rows else 'not measured'}.")
-            if rows:
-                lines = {name: words for name, words in overrides().items() if languages()[name].keys() & {*ops}}
-                parts.append(step_table(lines, runs, columns, refused, notes))
-                uncaptured = [name for name, words in lines.items() if is_uncaptured(runs[" ".join(words)])]
-                if uncaptured:
-                    parts.append(f"Without a CUDA graph: {', '.join(map(markdown_text, uncaptured))}.")
+            parts += step_parts(kind, model, ops, runs, refused, notes)
     if not any(measured):
         return f"Not measured yet: `{MEASURE}`."
     for table_rows in filter(None, measured):
@@ -116,14 +104,34 @@ def language_tables(device: str) -> str:
     return "\n\n".join([*parts, *filter(None, [notes.text()]), LEGEND, reasons, sitting(device, measured)])
 
 
+def step_parts(
+    kind: str, model: str, ops: list[str], runs: dict[str, list[dict]], refused: list[dict], notes: Notes
+) -> list[str]:
+    """Return a title, the table of the languages that have one of `ops`, and which of their steps had no CUDA graph."""
+    overrides, columns = STEP_TABLES[kind]
+    rows = [row for each in runs.values() for row in each]
+    if row := next(filter(speed, rows), None):
+        parts = [f"{title(row).removesuffix(':')}{commit_and_date(rows)}:"]
+    else:
+        what = "Training" if kind == "train" else "Decoding"
+        parts = [f"{what} `model={model}`: {'no run has a speed' if rows else 'not measured'}."]
+    if rows:
+        lines = {name: words for name, words in overrides().items() if languages()[name].keys() & {*ops}}
+        parts.append(step_table(lines, runs, columns, refused, notes))
+        uncaptured = [name for name, words in lines.items() if is_uncaptured(runs[" ".join(words)])]
+        if uncaptured:
+            parts.append(f"Without a CUDA graph: {', '.join(map(markdown_text, uncaptured))}.")
+    return parts
+
+
 def is_uncaptured(runs: list[dict]) -> bool:
     """Return whether a speed of these runs is that of steps which no CUDA graph replayed."""
     return any(speed(row) and row.get("cuda_graph", "captured") != "captured" for row in runs)
 
 
-def commit_and_date(rows: dict[str, dict]) -> str:
+def commit_and_date(rows: Iterable[dict]) -> str:
     """Return ", commit 3389580, 2026-11-30" for the rows of a table, which are of one sitting; "" without rows."""
-    row = next((row for row in rows.values() if "env" in row), None)
+    row = next((row for row in rows if "env" in row), None)
     return f", commit {commit(row)}, {row['started'][:10]}" if row else ""
 
 

@@ -117,13 +117,8 @@ GENERATION: dict[str, Cell] = {
     **SLOWER,
     **POWER,
 }
-OPTIONAL = {
-    "accepted",
-    "speed-up by drafts",
-    "val loss",
-    *SLOWER,
-    *POWER,
-}  # columns that a table leaves out if they are empty
+# columns that a table leaves out if they are empty
+OPTIONAL = {"accepted", "speed-up by drafts", "val loss", *SLOWER, *POWER}
 
 
 def figure_columns(rows: Iterable[dict]) -> dict[str, Cell]:

@@ -123,7 +123,7 @@ def test_one_arrival_has_no_speed():
     assert decode_speed(arrive((9, 1)), batch=1, drafts=False)["gen/decode_tokens_per_sec"] is None
 
 
-def test_accepted_tokens_are_those_of_sequences_that_are_not_complete(tmp_path):
+def test_accepted_tokens_are_those_of_sequences_that_are_not_complete():
     """One sequence gets 1 + 3 tokens, the other 1 + 3 x 1: six tokens in four steps of a sequence after the prefill."""
     texts = [Text(Bytes(), []), Text(Bytes(), [])]
     steps = [[[0], [0]], [[1, 2, 3], [1]], [[], [2]], [[], [3]]]

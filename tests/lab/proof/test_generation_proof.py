@@ -94,12 +94,8 @@ def test_a_proof_with_drafts_is_as_long_as_the_window_allows(windowed):
     """A draft of 4 tokens needs the rows of prompt, new tokens and a draft: 4 + 16 + 4 of 24."""
     window = replace(SMALL, pos="rope", n_layer=1, window=24)
     models = [varied_gpt(config).eval() for config in (window, replace(window, window=None))]
-    model, draft = models if windowed == "model" else models[::-1]
-    speculate = "ngram" if windowed == "model" else "small.pt"
-    options = OPTIONS | {
-        "options": GenerateConfig(speculate=speculate),
-        "draft": None if windowed == "model" else draft,
-    }
+    model, draft = (models[0], None) if windowed == "model" else models[::-1]
+    options = OPTIONS | {"options": GenerateConfig(speculate="small.pt" if draft else "ngram"), "draft": draft}
     idx = torch.randint(97, (1, 4), generator=torch.Generator().manual_seed(2))
     proof = prove(Decoder(model, 1, 8, Sampling(97, 0.8), **options), options, "fp32", idx, torch.full((1,), 4))
     assert (proof["ok"], proof["new_tokens"]) == (True, 16)
