@@ -87,6 +87,9 @@ def inductor_options(mode: str = "default") -> dict[str, Any]:
 def cutlass_options() -> dict[str, Any]:
     """Return Inductor's options that add CUTLASS's matmuls to the candidates of max-autotune.
 
+    Only to those of products without a bias: CUTLASS's x @ W.T + b reads memory that is not its own, and the process
+    ends (pytorch/pytorch#171094; H200, torch 2.11).
+
     Inductor reads a checkout of CUTLASS. The package nvidia-cutlass has the same files in other places, so a folder of
     links takes the checkout's place. Raises KernelError if a part is missing. Inductor itself would only log it.
     """
@@ -108,7 +111,7 @@ def cutlass_options() -> dict[str, Any]:
         with suppress(FileExistsError):
             (folder / name).symlink_to(target)
     group = "cutlass" if hasattr(config, "cutlass") else "cuda"  # in older versions: pytorch/pytorch#150314
-    options = {"cutlass_dir": str(folder), "cutlass_op_allowlist_regex": CUTLASS_TILES}
+    options = {"cutlass_dir": str(folder), "cutlass_op_allowlist_regex": CUTLASS_TILES, "cutlass_enabled_ops": "mm"}
     backends = {"max_autotune_gemm_backends": "ATEN,TRITON,CUTLASS"}
     return backends | {f"{group}.{name}": value for name, value in options.items()}
 

@@ -163,8 +163,9 @@ today_batches() {
     part today-fp8 -m scripts.generate -m $words kernels=triton attn=triton generate.kv=fp8 batch=8
 }
 
-# The slower modes of torch.compile, in the steps of the ladder, in about fifteen minutes (an estimate). The second mode
-# needs nvidia-cutlass. The first table of results/README.md then takes the fastest mode of the sitting
+# The slower modes of torch.compile, in the steps of the ladder. max-autotune took eight minutes for GPT-2 on an H200, so
+# all of it takes about half an hour. The second mode needs nvidia-cutlass. The first table of results/README.md then
+# takes the fastest mode of the sitting
 compile_modes() {
     local words="precision=bf16 kernels=compile attn=sdpa"
     words+=" kernels.compile_mode=max-autotune-no-cudagraphs,max-autotune-cutlass"

@@ -163,6 +163,8 @@ def test_cutlass_is_a_candidate_with_the_files_of_its_package(cutlass, tmp_path)
         options = compat.inductor_options(compat.CUTLASS_MODE)
     assert options["max_autotune"]
     assert options["max_autotune_gemm_backends"] == "ATEN,TRITON,CUTLASS"
+    [operators] = [value for name, value in options.items() if name.endswith(".cutlass_enabled_ops")]
+    assert operators == "mm", "addmm, a product with a bias, ends the process"
     [folder] = [Path(value) for name, value in options.items() if name.endswith(".cutlass_dir")]
     assert folder.is_relative_to(tmp_path / "cache/hotswap")
     for name in ("python/cutlass_library/generator.py", "include/cutlass/cutlass.h", "tools/util/util.h"):
