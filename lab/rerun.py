@@ -128,9 +128,12 @@ def leaves(value: object) -> list:
 
 
 def is_ours(name: str) -> bool:
-    """Return whether the backend `name` is a name in kernels/, or the path of a file there or in course/."""
+    """Return whether `name` is a word, or the path of a file in kernels/ or course/.
+
+    Of words, a backend may have those in kernels/, and kernels.compile_mode those of torch.compile's modes.
+    """
     if not is_path(name):
-        return name.isidentifier()  # a dotted name is a module that Python can import
+        return bool(re.fullmatch(r"[\w-]+", name))  # a dotted name is a module that Python can import
     is_plain = re.fullmatch(r"[\w./-]+", name)  # without ~, which kernels/lookup.py expands
     # a relative path starts at the current folder
     path = Path(name).resolve()

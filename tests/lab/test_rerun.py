@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from kernels.names import backend_names, config_groups
+from kernels.registry import COMPILE_MODES
 from lab import rows
 from lab.commands import CONFIGS
 from lab.generation.prompts import quote_prompt
@@ -185,6 +186,7 @@ def test_every_kept_row_of_a_run_has_a_command_that_may_run_again():
         ("python train.py data.cache=/x train.replicate_to=/y ~attn ++seed=2", "python train.py '~attn' ++seed=2"),
         ("python -m scripts.generate 'prompt=${x} ../ /a.py \n; rm'", None),
         ("python train.py kernels=triton 'kernels.fp8=[linear,mlp]'", None),
+        *((f"python train.py kernels.compile_mode={mode}", None) for mode in COMPILE_MODES),
         ("python -m scripts.judge op=norm impl=triton -- +experiment=smoke", None),
         ("torchrun --standalone --nproc_per_node=8 -m scripts.max_context data.path=/x/y", None),
     ],
