@@ -6,13 +6,13 @@ with a new name has a line. The rows of a table must be of one sitting, as those
 
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tabulate import tabulate
 
 from kernels.names import OPS, decoding_overrides, languages, training_overrides
-from lab.report.describe import commit
-from lab.report.rungs import check_tables, lines_cell, newest_runs, title, what_computes
+from lab.report.describe import time_of
+from lab.report.rungs import check_table, lines_cell, newest_runs, title, what_computes
 from lab.report.tables import markdown_table, markdown_text, rate_cell
 from lab.rows import read_rows
 from lab.sweep import table
@@ -89,7 +89,8 @@ def language_tables(device: str) -> str:
         own = {key: row for key, row in kernels.items() if key[:2] in shapes.items()}
         refused = [row for row in own.values() if row["status"] != "ok"]
         measured.append({" ".join(key): row for key, row in own.items()})
-        parts += [f"Kernels at the shapes of `model={model}`, in bf16{commit_and_date(own.values())}:"]
+        when = next((f", commit {time_of(row)}" for row in own.values() if "env" in row), "")
+        parts += [f"Kernels at the shapes of `model={model}`, in bf16{when}:"]
         parts += [kernel_table(shapes, kernels, notes)]
         for kind, ops in (("train", [op for op in OPS if op in shapes]), ("generate", ["decode"])):
             runs = newest_steps(device, kind, model)
@@ -97,8 +98,8 @@ def language_tables(device: str) -> str:
             parts += step_parts(kind, model, ops, runs, refused, notes)
     if not any(measured):
         return f"Not measured yet: `{MEASURE}`."
-    for table_rows in filter(None, measured):
-        check_tables(device, "rows of languages", MEASURE, [table_rows])
+    for table_rows in measured:
+        check_table(device, "rows of languages", MEASURE, table_rows)
     absent = "\n".join(f"- {markdown_text(language)}: {why}" for language, why in ABSENT.items())
     reasons = f"Why a language has no kernel of some ops:\n\n{absent}"
     return "\n\n".join([*parts, *filter(None, [notes.text()]), LEGEND, reasons, sitting(device, measured)])
@@ -111,7 +112,7 @@ def step_parts(
     overrides, columns = STEP_TABLES[kind]
     rows = [row for each in runs.values() for row in each]
     if row := next(filter(speed, rows), None):
-        parts = [f"{title(row).removesuffix(':')}{commit_and_date(rows)}:"]
+        parts = [title(row)]
     else:
         what = "Training" if kind == "train" else "Decoding"
         parts = [f"{what} `model={model}`: {'no run has a speed' if rows else 'not measured'}."]
@@ -127,12 +128,6 @@ def step_parts(
 def is_uncaptured(runs: list[dict]) -> bool:
     """Return whether a speed of these runs is that of steps which no CUDA graph replayed."""
     return any(speed(row) and row.get("cuda_graph", "captured") != "captured" for row in runs)
-
-
-def commit_and_date(rows: Iterable[dict]) -> str:
-    """Return ", commit 3389580, 2026-11-30" for the rows of a table, which are of one sitting; "" without rows."""
-    row = next((row for row in rows if "env" in row), None)
-    return f", commit {commit(row)}, {row['started'][:10]}" if row else ""
 
 
 def newest_rows(rows: list[dict]) -> dict[tuple[str, str, str], dict]:

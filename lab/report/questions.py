@@ -60,6 +60,7 @@ LEANEST = [name for name in NAMES if name != "fp8"]  # fp8 needs 1% less than bf
 COLOURS = {name: FAMILY_COLOURS[FP8 if precision == "fp8" else key] for (key, _, precision), name in CHOICES.items()}
 COLOURS[LEAN] = CHOICE_COLOURS[-1]
 Runs = dict[str, list[dict]]  # name of a choice -> its runs of a sitting
+Value = Callable[[list[dict]], float]  # of the runs of a choice
 
 
 def label(row: dict) -> str:
@@ -92,8 +93,11 @@ def batch(row: dict) -> str:
     return f"{train['tokens_per_step'] // train['block_size']} x {train['block_size']}"
 
 
-def sittings(device: str) -> list[Runs]:
-    """Return the runs of each sitting: of one folder, work, commit and GPU. Runs of another system have its name."""
+def sittings(device: str, value: Value = median_speed) -> list[Runs]:
+    """Return the runs of each sitting: of one folder, work, commit and GPU. Runs of another system have its name.
+
+    torch.compile's are those of the mode with the highest `value`.
+    """
     found: dict[tuple, Runs] = {}
     for folder in folders(device):
         for row in results.read_rows(folder):
@@ -105,15 +109,15 @@ def sittings(device: str) -> list[Runs]:
             if peer or name in NAMES or is_mode(name):
                 sitting = folder, work_of(row), row["env"].get("git_commit"), row["env"].get("gpu")
                 found.setdefault(sitting, {}).setdefault(name, []).append(row)
-    return list(map(take_fastest_mode, found.values()))
+    return [take_best_mode(runs, value) for runs in found.values()]
 
 
 def is_mode(name: str) -> bool:
     return name.startswith(f"{BASELINE}, ")
 
 
-def take_fastest_mode(runs: Runs) -> Runs:
-    """Return a sitting's runs, with the fastest mode of torch.compile as torch.compile if other modes ran.
+def take_best_mode(runs: Runs, value: Value) -> Runs:
+    """Return a sitting's runs, with torch.compile's mode of the highest `value` as torch.compile if other modes ran.
 
     Each mode then also has a name of its own: "torch.compile, default", "torch.compile, max-autotune-no-cudagraphs".
     """
@@ -121,16 +125,16 @@ def take_fastest_mode(runs: Runs) -> Runs:
     if modes.keys() <= {BASELINE}:
         return runs
     default = {f"{BASELINE}, default": modes[BASELINE]} if BASELINE in modes else {}
-    return runs | {BASELINE: max(modes.values(), key=median_speed)} | default
+    return runs | {BASELINE: max(modes.values(), key=value)} | default
 
 
-def columns(device: str) -> dict[str, Runs]:
+def columns(device: str, value: Value = median_speed) -> dict[str, Runs]:
     """Return model -> the runs of its sitting, in the order of MODELS, then small models first.
 
     A model whose torch.compile was not measured comes last.
     """
     best: dict[str, Runs] = {}
-    for runs in sittings(device):
+    for runs in sittings(device, value):
         model = preset_of(first_row(runs))
         if measured(runs) and (model not in best or rank(runs) > rank(best[model])):
             best[model] = runs
@@ -157,6 +161,7 @@ def first_row(runs: Runs) -> dict:
 
 def training_table(
     device: str,
+    found: dict[str, Runs],
     name: str,
     alt: str,
     choices: list[str],
@@ -165,10 +170,10 @@ def training_table(
 ) -> str:
     """Return a picture, where it was measured, and a table: a line for each of `choices`, and a column for each model.
 
-    `name` is the picture's file, and `alt` its text. `value` is of a choice's runs and all runs of the model, higher if
-    better. The best cell of a column is bold.
+    `found` is of columns(). `name` is the picture's file, and `alt` its text. `value` is of a choice's runs and all
+    runs of the model, higher if better. The best cell of a column is bold.
     """
-    found, lines = columns(device), []
+    lines = []
     shown = {model: [choice for choice in measured(runs) if choice in choices] for model, runs in found.items()}
     best = {
         model: max(names, key=lambda name: value(found[model][name], found[model]))
@@ -233,8 +238,9 @@ def fastest(device: str) -> str:
     def cell(own: list[dict], runs: Runs) -> str:
         return f"{median_speed(own):,.0f}{of_baseline(own, runs.get(BASELINE, []))}"
 
-    parts = training_table(device, "fastest", "tokens/s of each choice", FASTEST, comparable_speed, cell), peers(device)
-    return "\n\n".join(filter(None, parts))
+    alt = "tokens/s of each choice"
+    table = training_table(device, columns(device), "fastest", alt, FASTEST, comparable_speed, cell)
+    return "\n\n".join(filter(None, [table, peers(device)]))
 
 
 def peers(device: str) -> str:
@@ -275,14 +281,19 @@ def peak(runs: list[dict]) -> float:
     return max(next(row[key] for key in PEAK if row.get(key)) for row in runs if row["status"] == "ok")
 
 
+def leanness(runs: list[dict]) -> float:
+    return -peak(runs)
+
+
 def memory(device: str) -> str:
-    """Return the peak GiB of each choice and model, and beside torch.compile's."""
+    """Return the peak GiB of each choice and model, and beside those of torch.compile's leanest mode."""
 
     def cell(own: list[dict], runs: Runs) -> str:
         base = runs.get(BASELINE)
         return f"{peak(own):.1f} GiB" + (f", {peak(own) / peak(base):.2f}x" if base and own is not base else "")
 
-    return training_table(device, "memory", "peak GiB of each choice", LEANEST, lambda runs, _: -peak(runs), cell)
+    found, alt = columns(device, leanness), "peak GiB of each choice"
+    return training_table(device, found, "memory", alt, LEANEST, lambda runs, _: leanness(runs), cell)
 
 
 def searches(device: str) -> list[dict]:
@@ -370,22 +381,23 @@ def decoding(device: str) -> str:
         row, ratio_text = shown_run(runs), of_baseline(runs, found.get(BASELINE, [])).removeprefix(", ")
         lines.append([name, f"**{speed_cell(row)}**", ratio_text, token_ms_cell(row), f"{peak(runs):.2f}"])
     row = first_row(found)
-    where = f"On {markdown_text(sitting_text(row))}. {title(row)}"
+    where = f"{title(row).removesuffix(':')}, on {markdown_text(gpu_text(row))}:"
     table = markdown_table(["decoder", "tokens/s", f"of {BASELINE}", "ms a token p50 / p99", "GiB"], lines)
     return answer(device, "decoding", "tokens/s of each decoder", where, table)
 
 
 def draw_questions(device: str) -> list[Path]:
     """Draw fastest.png, memory.png, longest.png and decoding.png of a device; return those that have rows."""
-    found, folder = columns(device), results.RESULTS / device
-    own = {model: {name: runs[name] for name in measured(runs)} for model, runs in found.items()}
+    folder = results.RESULTS / device
 
-    def draw(x: str, choices: list[str], value: Callable[[list[dict]], float]) -> list[Figure | None]:
+    def draw(x: str, choices: list[str], found: dict[str, Runs], value: Value) -> list[Figure | None]:
         return [
-            bars(model, x, {name: runs[name] for name in runs if name in choices}, value) for model, runs in own.items()
+            bars(model, x, {name: runs[name] for name in measured(runs) if name in choices}, value)
+            for model, runs in found.items()
         ]
 
-    speeds, peaks = draw("tokens/s", FASTEST, median_speed), draw("peak GiB", LEANEST, peak)
+    speeds = draw("tokens/s", FASTEST, columns(device), median_speed)
+    peaks = draw("peak GiB", LEANEST, columns(device, leanness), peak)
     lengths = {search_label(row): [row] for row in searches(device)}
     drawn = draw_figures(full_first(speeds), folder / "fastest.png")
     drawn += draw_figures(full_first(peaks), folder / "memory.png")
@@ -409,7 +421,7 @@ def picture_colours(runs: Runs) -> dict[str, str]:
     return assign_colours(runs, fixed, reserved=COLOURS.values())
 
 
-def bars(model: str, x: str, runs: Runs, value: Callable[[list[dict]], float]) -> Figure | None:
+def bars(model: str, x: str, runs: Runs, value: Value) -> Figure | None:
     colours = picture_colours(runs)
     points = []
     for name, each in runs.items():

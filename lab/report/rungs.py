@@ -1,7 +1,7 @@
 """The first tables of README.md: one line a rung, from PyTorch to our fastest kernels, in training and in decoding.
 
-The sweeps configs/sweep/rungs.yaml and decoding_rungs.yaml measure the rungs. All rows must be of one sitting: one GPU
-for each table, one commit without changes, the same versions and settings, and all within SITTING_HOURS.
+The sweeps configs/sweep/rungs.yaml and decoding_rungs.yaml measure the rungs. The rows of a table must be of one
+sitting: one GPU, one commit without changes, the same versions and settings, and all within SITTING_HOURS.
 """
 
 import re
@@ -10,7 +10,7 @@ from datetime import datetime
 
 from kernels.names import OPTIMIZER_OPS
 from kernels.registry import called_backend
-from lab.report.describe import commit, prompt_tokens
+from lab.report.describe import prompt_tokens, time_of
 from lab.report.presets import model_title, preset_of
 from lab.report.tables import markdown_table, markdown_text, ratio_cell
 from lab.rows import read_rows
@@ -49,12 +49,13 @@ DECODING_COLUMNS = {"GiB": table.GENERATION["peak GiB"], "first step": table.GEN
 
 
 def rungs(device: str) -> str:
-    """Return both tables and a note. Raises UserError if the newest rows of the rungs are not of one sitting."""
+    """Return both tables and a note. Raises UserError if the newest rows of a table are not of one sitting."""
     training = newest_runs(rung_rows(device, "train"), TRAINING)
     decoding = newest_runs(rung_rows(device, "generate"), DECODING)
     if not any(speed(row) for runs in [*training.values(), *decoding.values()] for row in runs):
         return f"Not measured yet: `{MEASURE}`."
-    check_sitting(device, training, decoding)
+    for runs in (training, decoding):
+        check_table(device, "rungs", MEASURE, {words: each[-1] for words, each in runs.items() if each})
     parts = []
     for ladder, runs, columns in ((TRAINING, training, TRAINING_COLUMNS), (DECODING, decoding, DECODING_COLUMNS)):
         if lines := ladder_lines(ladder, runs, columns):
@@ -64,15 +65,20 @@ def rungs(device: str) -> str:
 
 
 def title(row: dict) -> str:
-    """Return what all rungs of a table compute: "Training `gpt2_124m`, 64 sequences of 1,024 tokens a step:"."""
+    """Return what all lines of the row's table compute, and its sitting.
+
+    For example "Training `gpt2_124m`, 64 sequences of 1,024 tokens a step, commit af0db6f, 2026-11-27:".
+    """
     model, config = f"`{model_title(row)}`", row["config"]
     if is_generation(row):
         count = sequences(row)
         work = f"{config['max_new_tokens']:,} tokens after a prompt of {prompt_tokens(row):,}"
-        return f"Decoding {model}, {count:,} {'sequence' if count == 1 else 'sequences'}, {work}:"
-    train = config["train"]
-    count = train["tokens_per_step"] // train["block_size"]
-    return f"Training {model}, {count:,} sequences of {train['block_size']:,} tokens a step:"
+        what = f"Decoding {model}, {count:,} {'sequence' if count == 1 else 'sequences'}, {work}"
+    else:
+        train = config["train"]
+        count = train["tokens_per_step"] // train["block_size"]
+        what = f"Training {model}, {count:,} sequences of {train['block_size']:,} tokens a step"
+    return f"{what}, commit {time_of(row)}:"
 
 
 def rung_rows(device: str, kind: str) -> list[dict]:
@@ -111,39 +117,27 @@ def sitting_differences(row: dict, other: dict) -> list[str]:
     return lines
 
 
-def check_sitting(device: str, *ladders: dict[str, list[dict]]) -> None:
-    """Raise UserError if the rungs are not of one sitting, of other settings, or of a tree with changes."""
-    check_tables(
-        device, "rungs", MEASURE, [{words: runs[-1] for words, runs in each.items() if runs} for each in ladders]
-    )
+def check_table(device: str, what: str, measure: str, rows: dict[str, dict]) -> None:
+    """Raise UserError if the rows of a table, {name: row}, are not of one sitting, or of a tree with changes.
 
-
-def check_tables(device: str, what: str, measure: str, tables: list[dict[str, dict]]) -> None:
-    """Raise UserError if the rows of tables are not of one sitting, or of a tree with changes.
-
-    A table is {name: row}. Its rows must be of one GPU, and of the same settings besides their kernels and fp8.
-    `measure` is the command that measures all rows together.
+    They must be of the same settings besides their kernels and fp8. `measure` is the command that measures all of them.
     """
-    first, first_row = next(item for rows in tables for item in rows.items())
-    for rows in tables:
-        base = next(iter(rows.values()), None)
-        for name, row in rows.items():
-            settings = differences(row, base) if "config" in row else []
-            # another table may be of another GPU of this kind, because no line compares the two
-            lines = [line for line in sitting_differences(row, first_row) if not line.startswith("gpu:")]
-            lines = dict.fromkeys([*sitting_differences(row, base), *lines, *settings])
-            reasons = "; ".join(line for line in lines if not line.startswith("precision:"))
-            check(
-                not reasons,
-                f"results/{device}: the {what} are not of one sitting, because {name}, beside {first}, has {reasons}: "
-                f"measure them together: {measure}",
-            )
-            sha = row["env"].get("git_commit") if "env" in row else "of a run that never started"
-            check(
-                sha and not sha.endswith("-dirty"),
-                f"results/{device}: {name} is of the commit {sha}, with changes that no commit has: commit them, and "
-                f"measure the {what} again: {measure}",
-            )
+    first, base = next(iter(rows.items()), ("", {}))
+    for name, row in rows.items():
+        settings = differences(row, base) if "config" in row else []
+        lines = dict.fromkeys([*sitting_differences(row, base), *settings])
+        reasons = "; ".join(line for line in lines if not line.startswith("precision:"))
+        check(
+            not reasons,
+            f"results/{device}: the {what} are not of one sitting, because {name}, beside {first}, has {reasons}: "
+            f"measure them together: {measure}",
+        )
+        sha = row["env"].get("git_commit") if "env" in row else "of a run that never started"
+        check(
+            sha and not sha.endswith("-dirty"),
+            f"results/{device}: {name} is of the commit {sha}, with changes that no commit has: commit them, and "
+            f"measure the {what} again: {measure}",
+        )
 
 
 def ladder_lines(
@@ -213,19 +207,19 @@ def lines_cell(row: dict) -> str:
 
 
 def note(device: str, runs: dict[str, list[dict]]) -> str:
-    """Return sentences: where and when the rungs were measured, what the columns mean, and which rungs are missing."""
-    row = next(row for each in runs.values() for row in each if speed(row))
-    versions = markdown_text(", ".join(f"{name} {row['env'][name]}" for name in ("driver", "torch", "triton")))
-    gpu = markdown_text(row["env"]["device"].removeprefix("NVIDIA "))
+    """Return sentences: where the rungs were measured, what the columns mean, and which rungs are missing."""
+    rows = [row for each in runs.values() for row in each if speed(row)]
+    versions = dict.fromkeys(f"{name} {row['env'][name]}" for name in ("driver", "torch", "triton") for row in rows)
+    gpu = markdown_text(rows[0]["env"]["device"].removeprefix("NVIDIA "))
     sentences = [
-        f"All lines of a table are of one sitting on one {gpu} ({versions}), commit {commit(row)}, "
-        f"{row['started'][:10]}: `{MEASURE}` ([rows](results/{device})).",
+        f"All lines of a table are of one sitting on one {gpu} ({markdown_text(', '.join(versions))}): `{MEASURE}` "
+        f"([rows](results/{device})).",
         "The gain is the median ratio of the same steps to the line above, unless it names another line. The loss is "
         "of the last step. The first step compiles all kernels; in decoding it is the whole warm-up.",
         "Kernel lines are the code in kernels/ that the model's ops need, without comments; the kernels of PyTorch and "
         "of torch.compile count as 0.",
     ]
-    optimizers = {row["kernels"].get("adamw") for each in runs.values() for row in each if speed(row)} - {None}
+    optimizers = {row["kernels"].get("adamw") for row in rows} - {None}
     if backends := sorted({called_backend(text) for text in optimizers}):
         sentences.append(f"All lines of training update the weights with adamw={' or '.join(backends)}.")
     for words, each in runs.items():

@@ -103,8 +103,9 @@ def test_a_sitting_becomes_two_tables_in_the_order_of_the_ladder(results):
     speeds = [float(line[3].strip("*").replace(",", "")) for line in training]
     assert speeds == sorted(speeds)
     text = rungs("h100-rungs")
-    assert text.startswith("Training `gpt2_124m`, 64 sequences of 1,024 tokens a step:\n\n| rung")
-    assert "\n\nDecoding `gpt2_124m`, 1 sequence, 128 tokens after a prompt of 128:\n\n| rung" in text
+    when = ", commit f3adfe0, 2026-11-27:\n\n| rung"
+    assert text.startswith(f"Training `gpt2_124m`, 64 sequences of 1,024 tokens a step{when}")
+    assert f"\n\nDecoding `gpt2_124m`, 1 sequence, 128 tokens after a prompt of 128{when}" in text
     assert [line[5:] for line in training] == [["18.7", "8.3 s", "5.800"]] * 6
     assert [line[2] for line in decoding] == ["0", "0", "1,594", "1,594", "1,594"]
     assert [line[5:] for line in decoding] == [["0.34", "21.2 s"]] * 5
@@ -146,10 +147,7 @@ def test_the_note_has_the_machine_and_the_rungs_that_are_missing(results):
     assert [line[0].strip("`") for line in training] == [list(TRAINING)[number] for number in (0, 1, 3, 5)]
     assert float(training[2][4].split("x")[0]) == pytest.approx(1.44, rel=0.01)
     assert training[3][4].endswith("x")  # its bf16 is the line above
-    assert (
-        "one sitting on one H100 (driver 580.159.04, torch 2.11.0+cu130, triton 3.6.0), commit f3adfe0, 2026-11-27"
-        in text
-    )
+    assert "of one sitting on one H100 (driver 580.159.04, torch 2.11.0+cu130, triton 3.6.0): `scripts/" in text
     reason = r"unavailable: attention=flash cannot run here: pip install 'x\[&lt;y>]'"
     assert f"`kernels=gluon attn=flash` is left out: {reason}." in text
     assert "`kernels=triton attn=triton` is left out: it was not measured." in text
@@ -193,12 +191,18 @@ def test_rungs_of_two_machines_or_commits_are_refused(results, env, reason, kind
     assert str(error.value).endswith(": measure them together: scripts/measure.sh rungs")
 
 
-def test_each_table_may_be_of_a_gpu_of_its_own(results):
+def test_each_table_may_be_of_a_sitting_of_its_own(results):
+    """No line compares the two. Each title names its commit, and the note the versions of both."""
     training, decoding = whole_sitting()
     for row in decoding:
-        row["env"] |= {"gpu": "b"}
+        row["env"] |= {"gpu": "b", "git_commit": "a" * 40, "driver": "581.1"}
+        row["started"] = "2026-12-01T10:00:00+0000"
     keep(results, training, decoding)
-    assert len(tables(rungs("h100-rungs"))) == 2
+    text = rungs("h100-rungs")
+    assert len(tables(text)) == 2
+    assert "tokens a step, commit f3adfe0, 2026-11-27:" in text
+    assert "a prompt of 128, commit aaaaaaa, 2026-12-01:" in text
+    assert "(driver 580.159.04, driver 581.1, torch 2.11.0+cu130, triton 3.6.0)" in text
 
 
 def test_rungs_of_another_day_or_other_settings_are_refused(results):
