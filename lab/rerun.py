@@ -130,7 +130,7 @@ def leaves(value: object) -> list:
 def is_ours(name: str) -> bool:
     """Return whether `name` is a word, or the path of a file in kernels/ or course/.
 
-    Of words, a backend may have those in kernels/, and kernels.compile_mode those of torch.compile's modes.
+    A word is a backend of kernels/ or of an installed package, or a mode of torch.compile. It names no other code.
     """
     if not is_path(name):
         return bool(re.fullmatch(r"[\w-]+", name))  # a dotted name is a module that Python can import

@@ -163,9 +163,9 @@ today_batches() {
     part today-fp8 -m scripts.generate -m $words kernels=triton attn=triton generate.kv=fp8 batch=8
 }
 
-# The slower modes of torch.compile, in the steps of the ladder. max-autotune took eight minutes for GPT-2 on an H200, so
-# all of it takes about half an hour. The second mode needs nvidia-cutlass. The first table of results/README.md then
-# takes the fastest mode of the sitting
+# The slower modes of torch.compile, in the steps of the ladder, in about half an hour (an estimate: the first mode took
+# eight minutes for GPT-2 on an H200). The second mode needs nvidia-cutlass. Of the sitting's modes, the first table of
+# results/README.md then takes the fastest, and the second the leanest
 compile_modes() {
     local words="precision=bf16 kernels=compile attn=sdpa"
     words+=" kernels.compile_mode=max-autotune-no-cudagraphs,max-autotune-cutlass"

@@ -10,13 +10,13 @@ from datetime import datetime
 
 from kernels.names import OPTIMIZER_OPS
 from kernels.registry import called_backend
-from lab.report.describe import prompt_tokens, time_of
+from lab.report.describe import gpu_text, prompt_tokens, time_of
 from lab.report.presets import model_title, preset_of
 from lab.report.tables import markdown_table, markdown_text, ratio_cell
 from lab.rows import read_rows
 from lab.sweep import table
 from lab.sweep.compare import MACHINE, differences, is_generation, ratio, sequences, value_differences
-from lab.sweep.table import Cell, shown_run, slower_cell, speed
+from lab.sweep.table import Cell, median_speed, shown_run, slower_cell, speed
 from runtime.config import check
 
 MEASURE = "scripts/measure.sh rungs"
@@ -122,10 +122,10 @@ def check_table(device: str, what: str, measure: str, rows: dict[str, dict]) -> 
 
     They must be of the same settings besides their kernels and fp8. `measure` is the command that measures all of them.
     """
-    first, base = next(iter(rows.items()), ("", {}))
+    first, base = next(((name, row) for name, row in rows.items() if "env" in row), ("", {}))
     for name, row in rows.items():
         settings = differences(row, base) if "config" in row else []
-        lines = dict.fromkeys([*sitting_differences(row, base), *settings])
+        lines = dict.fromkeys([*(sitting_differences(row, base) if base else []), *settings])
         reasons = "; ".join(line for line in lines if not line.startswith("precision:"))
         check(
             not reasons,
@@ -153,7 +153,7 @@ def ladder_lines(
             gain += f" of `{base}`"
         row = shown_run(runs[words])
         first = min(filter(speed, runs[words]), key=lambda run: run["started"])  # the others find its kernels compiled
-        cells = [f"`{words}`", what_computes(row), lines_cell(row), f"**{speed(row):,.0f}**", gain]
+        cells = [f"`{words}`", what_computes(row), lines_cell(row), f"**{median_speed(runs[words]):,.0f}**", gain]
         lines.append([*cells, *(cell(first if name == "first step" else row) for name, cell in columns.items())])
     return lines
 
@@ -209,16 +209,23 @@ def lines_cell(row: dict) -> str:
 def note(device: str, runs: dict[str, list[dict]]) -> str:
     """Return sentences: where the rungs were measured, what the columns mean, and which rungs are missing."""
     rows = [row for each in runs.values() for row in each if speed(row)]
-    versions = dict.fromkeys(f"{name} {row['env'][name]}" for name in ("driver", "torch", "triton") for row in rows)
-    gpu = markdown_text(rows[0]["env"]["device"].removeprefix("NVIDIA "))
+    machines = dict.fromkeys(
+        "{} (driver {driver}, torch {torch}, triton {triton})".format(gpu_text(row), **row["env"]) for row in rows
+    )
     sentences = [
-        f"All lines of a table are of one sitting on one {gpu} ({markdown_text(', '.join(versions))}): `{MEASURE}` "
+        f"All lines of a table are of one sitting on {markdown_text(', or '.join(machines))}: `{MEASURE}` "
         f"([rows](results/{device})).",
         "The gain is the median ratio of the same steps to the line above, unless it names another line. The loss is "
         "of the last step. The first step compiles all kernels; in decoding it is the whole warm-up.",
         "Kernel lines are the code in kernels/ that the model's ops need, without comments; the kernels of PyTorch and "
         "of torch.compile count as 0.",
     ]
+    if any(len(list(filter(speed, each))) > 1 for each in runs.values()):
+        sentences.append(
+            "Several runs of a rung give the 95% interval of the gain, and it is a tie if the interval has 1 in it."
+        )
+    if any("compile" in words for words in runs):
+        sentences.append("The picture has torch.compile's fastest mode, and the table its default mode.")
     optimizers = {row["kernels"].get("adamw") for row in rows} - {None}
     if backends := sorted({called_backend(text) for text in optimizers}):
         sentences.append(f"All lines of training update the weights with adamw={' or '.join(backends)}.")

@@ -139,6 +139,7 @@ BACKENDS = [
     PATH,
     "~/x.py",
     "some.module",
+    "some-other.module",
     "${data.path}",
     "${data[path]}",
     r"$\{data.path\}",

@@ -218,6 +218,15 @@ def test_the_steps_of_each_model_and_the_decoders_have_tables():
     assert lines["CUDA C++"]["kernel lines"] == "1,594"
 
 
+def test_the_first_job_may_have_been_refused():
+    refused = {"status": "unavailable: no attn=sdpa", "command": step_row("PyTorch")["command"]}
+    keep(training=[refused | {"started": SITTING["started"]}])
+    assert language_tables(FOLDER) == "Not measured yet: `scripts/measure.sh languages`."
+    keep(training=[step_row("Triton"), step_row("XLA")])
+    lines = tables(language_tables(FOLDER))["Training `gpt2_124m`, 64 sequences of 1,024 tokens a step:"]
+    assert [line["tokens/s (p20 to p80)"][:12] for line in lines[:2]] == ["unavailable ", "not measured"]
+
+
 def test_a_job_that_was_refused_has_the_benchmarks_reason():
     """Such a job of a sweep leaves no row in results/, because it ends before it knows its machine."""
     refused = [refused_row("norm", "helion", "unavailable: it needs helion"), refused_row("loss", "xla", "failed: how")]

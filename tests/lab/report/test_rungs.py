@@ -133,6 +133,7 @@ def test_repeats_of_a_sitting_give_an_interval(results):
     [training] = tables(rungs("h100-rungs"))
     assert [line[6] for line in training] == ["30.0 s", "30.0 s"]
     assert "x (1.1" in training[1][4]
+    assert "Several runs of a rung give the 95% interval" in rungs("h100-rungs")
     assert training[1][4].startswith("1.2")
 
 
@@ -202,7 +203,8 @@ def test_each_table_may_be_of_a_sitting_of_its_own(results):
     assert len(tables(text)) == 2
     assert "tokens a step, commit f3adfe0, 2026-11-27:" in text
     assert "a prompt of 128, commit aaaaaaa, 2026-12-01:" in text
-    assert "(driver 580.159.04, driver 581.1, torch 2.11.0+cu130, triton 3.6.0)" in text
+    versions = [f"one H100 (driver {driver}, torch 2.11.0+cu130, triton 3.6.0)" for driver in ("580.159.04", "581.1")]
+    assert f"of one sitting on {versions[0]}, or {versions[1]}: `scripts/measure.sh rungs`" in text
 
 
 def test_rungs_of_another_day_or_other_settings_are_refused(results):
