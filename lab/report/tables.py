@@ -46,6 +46,8 @@ from lab.sweep.table import (
     sweep_table,
 )
 
+CONDITIONS = "at power limit", "SM MHz"  # columns of figures that tell how the machine was
+
 
 def markdown_table(head: list[str], lines: Iterable[list[str]]) -> str:
     cells = [[markdown_text(cell) for cell in line] for line in [head, *lines]]
@@ -105,8 +107,8 @@ def session_tables(
     """Return a table for each title with the newest rows of each choice, session by session, fastest first.
 
     All rows are of training, or all of generation. `of compile` compares a choice with compile + sdpa of its session,
-    and is empty in a session of one choice. A column without a cell is left out. Models below SMALLEST come last.
-    Without rows there is no table.
+    and is empty in a session of one choice. Settings that all lines share stand beside the title. Models below SMALLEST
+    come last. Without rows there is no table.
     """
     figures = figure_columns(rows) if rows else {}
     newest_first = reversed(sessions(newest_choices(rows)).items())
@@ -132,15 +134,21 @@ def session_tables(
             cells += [cell(row) if row["status"] == "ok" else "" for cell in figures.values()]
             cells = [*(cell(row) for cell in columns.values()), *cells, *(cell(row) for cell in last.values())]
             groups.setdefault(title(row), []).append(cells)
-    head = [*columns, speed_name, "of compile", *figures, *last]
-    return "\n\n".join(f"**{markdown_text(name)}**\n\n{filled_columns(head, lines)}" for name, lines in groups.items())
+    head, settings = [*columns, speed_name, "of compile", *figures, *last], {*columns, *last, *CONDITIONS}
+    texts = (f"**{markdown_text(name)}**{short_table(head, lines, settings)}" for name, lines in groups.items())
+    return "\n\n".join(texts)
 
 
-def filled_columns(head: list[str], lines: list[list[str]]) -> str:
-    """Return the table of the columns that have a cell with text."""
+def short_table(head: list[str], lines: list[list[str]], settings: set[str]) -> str:
+    """Return the columns of `settings` with one text, as ", commit: a97852f", and below them the table of the others.
+
+    A column without text is left out. The table of one line has all columns.
+    """
     kept = [column for column in zip(head, *lines, strict=True) if any(column[1:])]
-    head, *lines = map(list, zip(*kept, strict=True))
-    return markdown_table(head, lines)
+    shared = [column for column in kept if column[0] in settings and len({*column[1:]}) == 1 < len(lines)]
+    head, *lines = map(list, zip(*(column for column in kept if column not in shared), strict=True))
+    texts = [markdown_text(f", {name}: {text}") for name, text, *_ in shared]
+    return f"{''.join(texts)}\n\n{markdown_table(head, lines)}"
 
 
 def ratio_cell(runs: list[dict], bases: list[dict], compared: Ratio | None) -> str:

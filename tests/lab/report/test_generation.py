@@ -189,23 +189,24 @@ def test_collected_rows_have_a_table_by_settings_and_fastest_first(results):
     add_rows(results, blocks, wrong, make_generation_row("int8", "eager", batch=8, ms=0.4), again)
     titles, tables = generation("h200").split("\n\n")[::2], generation("h200").split("\n\n")[1::2]
     sizes = "gpt2_124m, bf16, 8 sequences, prompt + new: 128 + 128 tokens"
-    assert titles == ["**gpt2_124m, bf16, 1 sequence, prompt + new: 7 + 128 tokens**", f"**{sizes}**"]
+    shared = "**, decode: blocks, kernels: compile, commit: 5918f41"
+    assert titles[0] == f"**gpt2_124m, bf16, 1 sequence, prompt + new: 7 + 128 tokens{shared}"
+    assert titles[1] == f"**{sizes}**, attn: sdpa, commit: f3adfe0"
     old, new = map(cells, tables)
-    assert [line[:5] for line in old] == [
-        ["blocks", "compile", "triton", "**2,200** (2,199 to 2,201)", "1.100x"],
-        ["blocks", "compile", "sdpa", "**2,000** (1,999 to 2,001)", "1.000x"],
+    assert [line[:3] for line in old] == [
+        ["triton", "**2,200** (2,199 to 2,201)", "1.100x"],
+        ["sdpa", "**2,000** (1,999 to 2,001)", "1.000x"],
     ]
-    assert [line[:3] for line in new] == [
-        ["int8", "prefill: eager", "sdpa"],
-        ["int8, fp8 cache", "prefill: eager", "sdpa"],
-        ["blocks", "compile", "sdpa"],
-        ["mine", "prefill: eager", "sdpa"],
+    assert [line[:2] for line in new] == [
+        ["int8", "prefill: eager"],
+        ["int8, fp8 cache", "prefill: eager"],
+        ["blocks", "compile"],
+        ["mine", "prefill: eager"],
     ]
-    assert [float(line[4][:-1]) for line in new[:2]] == pytest.approx([2, 2], rel=0.02)
-    assert [line[4] for line in new[2:]] == ["1.000x", ""]
-    assert new[3][3] == "wrong: 3 tokens"
-    assert [line[-1] for line in [*old, *new]] == ["5918f41", "5918f41", *["f3adfe0"] * 4]
-    assert not any(new[3][5:-1])
+    assert [float(line[3][:-1]) for line in new[:2]] == pytest.approx([2, 2], rel=0.02)
+    assert [line[3] for line in new[2:]] == ["1.000x", ""]
+    assert new[3][2] == "wrong: 3 tokens"
+    assert not any(new[3][4:])
 
 
 def test_a_generation_is_collected_into_its_file(results, tmp_path):
