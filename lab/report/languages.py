@@ -112,7 +112,7 @@ def step_parts(
     overrides, columns = STEP_TABLES[kind]
     rows = [row for each in runs.values() for row in each]
     if row := next(filter(speed, rows), None):
-        parts = [title(row)]
+        parts = [f"{title(row)}:"]
     else:
         what = "Training" if kind == "train" else "Decoding"
         parts = [f"{what} `model={model}`: {'no run has a speed' if rows else 'not measured'}."]

@@ -381,7 +381,7 @@ def decoding(device: str) -> str:
         row, ratio_text = shown_run(runs), of_baseline(runs, found.get(BASELINE, [])).removeprefix(", ")
         lines.append([name, f"**{speed_cell(row)}**", ratio_text, token_ms_cell(row), f"{peak(runs):.2f}"])
     row = first_row(found)
-    where = f"{title(row).removesuffix(':')}, on {markdown_text(gpu_text(row))}:"
+    where = f"{title(row)}, on {markdown_text(gpu_text(row))}:"
     table = markdown_table(["decoder", "tokens/s", f"of {BASELINE}", "ms a token p50 / p99", "GiB"], lines)
     return answer(device, "decoding", "tokens/s of each decoder", where, table)
 

@@ -60,14 +60,14 @@ def rungs(device: str) -> str:
     for ladder, runs, columns in ((TRAINING, training, TRAINING_COLUMNS), (DECODING, decoding, DECODING_COLUMNS)):
         if lines := ladder_lines(ladder, runs, columns):
             row = next(row for each in runs.values() for row in each if speed(row))
-            parts += [title(row), markdown_table([*HEAD, *columns], lines)]
+            parts += [f"{title(row)}:", markdown_table([*HEAD, *columns], lines)]
     return "\n\n".join([*parts, note(device, training | decoding)])
 
 
 def title(row: dict) -> str:
     """Return what all lines of the row's table compute, and its sitting.
 
-    For example "Training `gpt2_124m`, 64 sequences of 1,024 tokens a step, commit af0db6f, 2026-11-27:".
+    For example "Training `gpt2_124m`, 64 sequences of 1,024 tokens a step, commit af0db6f, 2026-11-27".
     """
     model, config = f"`{model_title(row)}`", row["config"]
     if is_generation(row):
@@ -78,7 +78,7 @@ def title(row: dict) -> str:
         train = config["train"]
         count = train["tokens_per_step"] // train["block_size"]
         what = f"Training {model}, {count:,} sequences of {train['block_size']:,} tokens a step"
-    return f"{what}, commit {time_of(row)}:"
+    return f"{what}, commit {time_of(row)}"
 
 
 def rung_rows(device: str, kind: str) -> list[dict]:
@@ -122,10 +122,12 @@ def check_table(device: str, what: str, measure: str, rows: dict[str, dict]) -> 
 
     They must be of the same settings besides their kernels and fp8. `measure` is the command that measures all of them.
     """
-    first, base = next(((name, row) for name, row in rows.items() if "env" in row), ("", {}))
+    first = next((name for name, row in rows.items() if "env" in row), None)
+    if first is None:  # no run has started
+        return
     for name, row in rows.items():
-        settings = differences(row, base) if "config" in row else []
-        lines = dict.fromkeys([*(sitting_differences(row, base) if base else []), *settings])
+        settings = differences(row, rows[first]) if "config" in row else []
+        lines = dict.fromkeys([*sitting_differences(row, rows[first]), *settings])
         reasons = "; ".join(line for line in lines if not line.startswith("precision:"))
         check(
             not reasons,
@@ -218,14 +220,12 @@ def note(device: str, runs: dict[str, list[dict]]) -> str:
         "The gain is the median ratio of the same steps to the line above, unless it names another line. The loss is "
         "of the last step. The first step compiles all kernels; in decoding it is the whole warm-up.",
         "Kernel lines are the code in kernels/ that the model's ops need, without comments; the kernels of PyTorch and "
-        "of torch.compile count as 0.",
+        "of torch.compile count as 0. The picture has torch.compile's fastest mode, and the table its default mode.",
     ]
     if any(len(list(filter(speed, each))) > 1 for each in runs.values()):
         sentences.append(
             "Several runs of a rung give the 95% interval of the gain, and it is a tie if the interval has 1 in it."
         )
-    if any("compile" in words for words in runs):
-        sentences.append("The picture has torch.compile's fastest mode, and the table its default mode.")
     optimizers = {row["kernels"].get("adamw") for row in rows} - {None}
     if backends := sorted({called_backend(text) for text in optimizers}):
         sentences.append(f"All lines of training update the weights with adamw={' or '.join(backends)}.")
