@@ -275,6 +275,18 @@ VERSIONS = {
 @functools.lru_cache
 def version_unavailable(name: str, device: torch.device, head_dim: int | None = None) -> str | None:
     """Return why version `name` cannot run on `device`, or None if it can. Checks the head dim only if it is given."""
+    if why := unsupported(name, device, head_dim):
+        return why
+    version = VERSIONS[name]
+    try:
+        version.load()
+    except (ImportError, AttributeError) as error:  # AttributeError: the package is broken, or for another torch
+        return f"{name} is not installed ({error}): {version.install}"
+    return None
+
+
+def unsupported(name: str, device: torch.device, head_dim: int | None) -> str | None:
+    """Return why version `name` has no kernels for `device` or the head dim, whether it is installed or not."""
     version = VERSIONS[name]
     if device.type != "cuda":
         return "it needs an NVIDIA GPU of compute capability 8.0 or newer; on a CPU choose attn=sdpa"
@@ -283,10 +295,6 @@ def version_unavailable(name: str, device: torch.device, head_dim: int | None = 
         upper = "or newer" if version.max_major is None else f"to {version.max_major}.x"
         needed = f"compute capability {version.min_major}.0 {upper}"
         return f"{name} needs a GPU of {needed}, and this one has {major}.{minor}: choose attn=sdpa"
-    try:
-        version.load()
-    except (ImportError, AttributeError) as error:  # AttributeError: the package is broken, or for another torch
-        return f"{name} is not installed ({error}): {version.install}"
     if head_dim is not None and (head_dim % version.head_multiple or head_dim > version.max_head_dim):
         supported = f"head dims that are multiples of {version.head_multiple}, up to {version.max_head_dim}"
         return f"{name} supports {supported}, not {head_dim}: choose attn.version=null, or attn=sdpa"
@@ -297,3 +305,13 @@ def version_unavailable(name: str, device: torch.device, head_dim: int | None = 
 def newest_version(device: torch.device, head_dim: int | None = None) -> str:
     """Return the name of the newest version that can run on `device`, or "torch" if none can."""
     return next((name for name in VERSIONS if not version_unavailable(name, device, head_dim)), "torch")
+
+
+def missing_package(device: torch.device, head_dim: int) -> str | None:
+    """Return the package of the version for this generation of GPUs, if FlashAttention 2 runs because it is missing.
+
+    Steps of GPT-2 124M on an H200 are 0.88 times as fast as with attn=gluon then, and with version 4 0.97 times.
+    """
+    if newest_version(device, head_dim) not in ("fa2", "torch"):
+        return None
+    return next((VERSIONS[name].package for name in ("fa4", "fa3") if not unsupported(name, device, head_dim)), None)

@@ -30,6 +30,7 @@ from kernels.attention._flash import (
     Documents,
     Kernels,
     Options,
+    missing_package,
     newest_version,
     version_unavailable,
 )
@@ -53,10 +54,17 @@ def unavailable(device: torch.device, version: str | None = None) -> str | None:
 
 
 def detail(q: Tensor, k: Tensor, v: Tensor, *, version: str | None = None, **limits: Any) -> str:
+    """Return the version that runs, and the package of a newer one if only that is missing.
+
+    For example "PyTorch's fa2, torch 2.11.0, without flash-attn-4".
+    """
     name = choose_version(version, q)
     if name == "torch":
-        return f"PyTorch's fa2, torch {torch.__version__}"
-    return f"{name}, {VERSIONS[name].package} {metadata.version(VERSIONS[name].package)}"
+        ran = f"PyTorch's fa2, torch {torch.__version__}"
+    else:
+        ran = f"{name}, {VERSIONS[name].package} {metadata.version(VERSIONS[name].package)}"
+    package = None if version else missing_package(q.device, q.shape[-1])
+    return f"{ran}, without {package}" if package else ran
 
 
 def choose_version(version: str | None, q: Tensor) -> str:

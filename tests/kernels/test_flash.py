@@ -252,7 +252,30 @@ def test_describe_names_the_version_that_runs(stand_in, capability, monkeypatch)
     descriptions = {v: describe("attention", "flash", v, shape=(2, 64, 4, 64)) for v in (None, "fa4", "torch")}
     assert descriptions[None] == descriptions["fa4"] == "flash (fa4, flash-attn-4 4.0.0b36)"
     assert descriptions["torch"] == f"flash (PyTorch's fa2, torch {torch.__version__})"
-    assert describe("attention", "flash", shape=(2, 64, 4, 80)) == descriptions["torch"]
+
+
+def test_describe_names_the_package_that_a_newer_version_lacks(stand_in, capability, monkeypatch):
+    """A row of attn=flash on a new GPU says why FlashAttention 2 ran. Older GPUs have no newer version."""
+    stand_in("torch")
+    monkeypatch.setattr(contract, "inputs", lambda shape, **_: {"q": FakeQ(shape), "k": None, "v": None})
+    built_in = f"flash (PyTorch's fa2, torch {torch.__version__}"
+    for gpu, head_dim, lacks in (
+        ((9, 0), 64, ", without flash-attn-4)"),
+        ((9, 0), 80, ", without flash-attn-3)"),  # FlashAttention 4 has no kernel for D = 80
+        ((10, 0), 64, ", without flash-attn-4)"),
+        ((10, 0), 80, ")"),
+        ((8, 0), 64, ")"),
+        ((12, 0), 64, ")"),
+    ):
+        capability(*gpu)
+        assert describe("attention", "flash", shape=(2, 64, 4, head_dim)) == f"{built_in}{lacks}"
+    capability(9, 0)
+    assert describe("attention", "flash", "torch", shape=(2, 64, 4, 64)) == f"{built_in})"
+    stand_in("fa3")
+    clear_caches()
+    monkeypatch.setattr(importlib.metadata, "version", {"flash-attn-3": "3.0"}.get)
+    for head_dim in (64, 80):
+        assert describe("attention", "flash", shape=(2, 64, 4, head_dim)) == "flash (fa3, flash-attn-3 3.0)"
 
 
 class FakeQ:
