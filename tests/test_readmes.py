@@ -1,6 +1,7 @@
 """The commands of every README are valid, its links lead somewhere, and its tables show the rows in results/."""
 
 import ast
+import functools
 import importlib
 import os
 import re
@@ -31,12 +32,6 @@ COMMANDS = [
     for name, text in READMES.items()
     for command in dict.fromkeys(COMMAND.findall(text.replace("\\\n", " ")))
 ]
-DEFINED = {
-    node.name
-    for path in ROOT.glob("[!.]*/**/*.py")
-    for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.FunctionDef | ast.ClassDef)
-}
 # Backends that are not in the repo
 NEW = "kernels.norm=mine", "attn=mine", "kernels.norm=same", "kernels.norm=slow", "impl=mine"
 NEW += (
@@ -45,6 +40,14 @@ NEW += (
     "impl=path/to/mine.py",
     "impl=[eager,path/to/mine.py]",
 )
+
+
+@functools.cache  # parsing takes 3 s, which the collection of tests would take in each worker
+def defined_names() -> set[str]:
+    """Return the names of all functions and classes of the repo."""
+    trees = (ast.parse(path.read_text()) for path in ROOT.glob("[!.]*/**/*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 @pytest.mark.parametrize(("name", "command"), COMMANDS)
@@ -205,7 +208,7 @@ def test_links_lead_somewhere(name):
 @pytest.mark.parametrize("name", READMES)
 def test_the_functions_that_a_readme_names_exist(name):
     named = set(re.findall(r"`(?:[\w.]+\.)?(\w+)\(\)`", READMES[name]))
-    assert named - DEFINED == set()
+    assert named - defined_names() == set()
 
 
 @pytest.mark.parametrize("name", [name for name, text in READMES.items() if "\n## Files\n" in text])
@@ -213,7 +216,7 @@ def test_the_files_of_a_room_are_listed(name):
     listed = READMES[name].partition("\n## Files\n")[2].partition("\n## ")[0]
     files = {path.name for path in (ROOT / name).parent.rglob("*.py")} - {"__init__.py"}
     assert {*re.findall(r"[\w]+\.py\b", listed)} - {"__init__.py"} == files
-    assert {*re.findall(r"(\w+)\(\)", listed)} - DEFINED == set()
+    assert {*re.findall(r"(\w+)\(\)", listed)} - defined_names() == set()
 
 
 @pytest.mark.parametrize("name", READMES)
