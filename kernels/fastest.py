@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from common.terminal import warn
 from kernels import registry
 from kernels.registry import Unavailable, backend, contract, default_impl, describe_choice, impls
 from kernels.tuned import merged_table, read_table, table_paths, tables_in_use, write_table
@@ -159,14 +160,18 @@ def nearest(sizes: Iterable[str], size: int) -> str:
 def first_accepted(names: Iterable[str], construct: Callable[[str], T]) -> T:
     """Return construct(name) of the first decoder that does not refuse, which it does by raising Unavailable.
 
-    Raises Unavailable with all reasons if every decoder refuses.
+    If a faster one refuses, a warning has its reason. Raises Unavailable with all reasons if every decoder refuses.
     """
     reasons = []
     for name in names:
         try:
-            return construct(name)
+            result = construct(name)
         except Unavailable as reason:
             reasons.append(str(reason))  # the error itself would keep the memory of what it refused
+        else:
+            if reasons:
+                warn(f"decode=auto takes {name}, because what was measured to be faster refuses: {'; '.join(reasons)}")
+            return result
     raise Unavailable(f"decode=auto: {'; '.join(reasons)}")
 
 

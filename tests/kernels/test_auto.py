@@ -360,12 +360,17 @@ def test_a_measured_decoder_that_no_longer_exists_does_not_decode(decoders_here)
 
 
 def test_a_decoder_that_cannot_run_here_is_passed_over(decoders_here, generate, monkeypatch):
-    """Its package may be gone. It was the fastest for other batches, or for this one."""
-    for ms in ({1: {"blocks": 0.1}, 8: {"flashinfer": 0.1}}, {1: {"flashinfer": 0.1, "blocks": 0.2}}):
+    """Its package may be gone. It was the fastest for other batches, or for this one, and then a warning says why."""
+    why = "decode=flashinfer cannot run here: it needs flashinfer-python"
+    slower = f"warning: decode=auto takes blocks, because what was measured to be faster refuses: {why}\n"
+    for ms, warning in (
+        ({1: {"blocks": 0.1}, 8: {"flashinfer": 0.1}}, ""),
+        ({1: {"flashinfer": 0.1, "blocks": 0.2}}, slower),
+    ):
         decoder_table(w64=ms)
         monkeypatch.setattr(backend("decode", "flashinfer"), "unavailable", lambda device: "it needs flashinfer-python")
         code, _, err, row = generate()
-        assert (code, err, row["kernels"]["decode"]) == (0, "", "auto (blocks)")
+        assert (code, err, row["kernels"]["decode"]) == (0, warning, "auto (blocks)")
 
 
 def test_the_next_decoder_runs_where_the_fastest_refuses(decoders_here, monkeypatch):
