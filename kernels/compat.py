@@ -88,7 +88,7 @@ def cutlass_options() -> dict[str, Any]:
     """Return Inductor's options that add CUTLASS's matmuls to the candidates of max-autotune.
 
     A product with a bias gets none, because CUTLASS's x @ W.T + b reads memory that is not its own, and the process
-    ends (pytorch/pytorch#171094; H200, torch 2.11). For the others of GPT-2 124M, kernels/README.md has its speed.
+    ends (pytorch/pytorch#171094; H200, torch 2.11). kernels/README.md says how fast the others are.
 
     Inductor reads a checkout of CUTLASS. The package nvidia-cutlass has the same files in other places, so a folder of
     links takes the checkout's place. Raises KernelError if a part is missing. Inductor itself would only log it.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 
+from common.terminal import one_line
 from kernels.names import override_key
 from kernels.registry import Unavailable
 from kernels.tuned import is_choice, read_table, table_paths, tables_in_use
@@ -59,8 +60,8 @@ def package_unavailable(package: str, symbol: str) -> str | None:
     module, _, name = symbol.rpartition(".")
     try:
         getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        return f"it needs {package} ({error}): pip install '{package}'"
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:  # the last two: a library of it is broken
+        return f"it needs {package} ({one_line(error)}): pip install '{package}'"
     return None
 
 

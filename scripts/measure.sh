@@ -165,7 +165,8 @@ today_batches() {
 
 # The slower mode of torch.compile, in the steps of the ladder: eight minutes for GPT-2 on an H200 with 16 cores. Of the
 # sitting's modes, the first table of results/README.md then takes the fastest, and the second the leanest.
-# max-autotune-cutlass is not here: it compiles even longer, and saves 0.2% of a step in ten of GPT-2's eleven products
+# max-autotune-cutlass is not here: it compiles even longer. Of ten products of GPT-2, CUTLASS is faster in two, by 0.2%
+# of a step
 compile_modes() {
     local words="precision=bf16 kernels=compile attn=sdpa kernels.compile_mode=max-autotune-no-cudagraphs"
     part compile-modes train.py -m +experiment=throughput $words sweep.repeats=3

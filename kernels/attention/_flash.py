@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from common.terminal import one_line
 from kernels.tuned import user_cache
 
 
@@ -280,13 +281,13 @@ def version_unavailable(name: str, device: torch.device, head_dim: int | None = 
     version = VERSIONS[name]
     try:
         version.load()
-    except (ImportError, AttributeError) as error:  # AttributeError: the package is broken, or for another torch
-        return f"{name} is not installed ({error}): {version.install}"
+    except Exception as error:  # the package is missing, broken or for another torch, and may raise anything
+        return f"{name} cannot be imported ({one_line(error)}): {version.install}"
     return None
 
 
 def unsupported(name: str, device: torch.device, head_dim: int | None) -> str | None:
-    """Return why version `name` has no kernels for `device` or the head dim, whether it is installed or not."""
+    """Return why version `name` must not run on `device` or with the head dim, whether it is installed or not."""
     version = VERSIONS[name]
     if device.type != "cuda":
         return "it needs an NVIDIA GPU of compute capability 8.0 or newer; on a CPU choose attn=sdpa"
@@ -308,9 +309,9 @@ def newest_version(device: torch.device, head_dim: int | None = None) -> str:
 
 
 def missing_package(device: torch.device, head_dim: int) -> str | None:
-    """Return the package of the version for this generation of GPUs, if FlashAttention 2 runs because it is missing.
+    """Return the package that cannot be imported, if FlashAttention 2 runs on a GPU for which there is a newer version.
 
-    Steps of GPT-2 124M on an H200 are 0.88 times as fast as with attn=gluon then, and with version 4 0.97 times.
+    On an H200, GPT-2 124M then trains at 0.88 of the speed of attn=gluon, and with version 4 at 0.97 (two sittings).
     """
     if newest_version(device, head_dim) not in ("fa2", "torch"):
         return None

@@ -54,9 +54,9 @@ def unavailable(device: torch.device, version: str | None = None) -> str | None:
 
 
 def detail(q: Tensor, k: Tensor, v: Tensor, *, version: str | None = None, **limits: Any) -> str:
-    """Return the version that runs, and the package of a newer one if only that is missing.
+    """Return the version that runs: "fa4, flash-attn-4 4.0.0b36".
 
-    For example "PyTorch's fa2, torch 2.11.0, without flash-attn-4".
+    If that is version 2 for lack of a package: "PyTorch's fa2, torch 2.11.0, flash-attn-4 cannot be imported".
     """
     name = choose_version(version, q)
     if name == "torch":
@@ -64,7 +64,7 @@ def detail(q: Tensor, k: Tensor, v: Tensor, *, version: str | None = None, **lim
     else:
         ran = f"{name}, {VERSIONS[name].package} {metadata.version(VERSIONS[name].package)}"
     package = None if version else missing_package(q.device, q.shape[-1])
-    return f"{ran}, without {package}" if package else ran
+    return f"{ran}, {package} cannot be imported" if package else ran
 
 
 def choose_version(version: str | None, q: Tensor) -> str:

@@ -172,9 +172,9 @@ def test_the_newest_version_that_runs_is_chosen(stand_in, capability):
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("fa4", r'fa4 is not installed \(.*flash_attn.*\): pip install "flash-attn-4\[cu13\]>=4.0.0b36"'),
-        ("fa3", r'fa3 is not installed \(.*flash_attn_interface.*\): pip install .*#subdirectory=hopper"'),
-        ("fa2", r'fa2 is not installed \(.*flash_attn.*\): pip install --no-build-isolation "flash-attn>=2.7"'),
+        ("fa4", r'fa4 cannot be imported \(.*flash_attn.*\): pip install "flash-attn-4\[cu13\]>=4.0.0b36"'),
+        ("fa3", r'fa3 cannot be imported \(.*flash_attn_interface.*\): pip install .*#subdirectory=hopper"'),
+        ("fa2", r'fa2 cannot be imported \(.*flash_attn.*\): pip install --no-build-isolation "flash-attn>=2.7"'),
     ],
 )
 def test_a_pinned_version_that_is_missing_raises_with_the_command_to_install_it(stand_in, capability, version, message):
@@ -188,13 +188,22 @@ def test_an_old_or_broken_package_is_not_chosen(stand_in, capability, monkeypatc
     stand_in("torch", "fa2")
     sys.modules["flash_attn"].__version__ = "2.6.3"
     assert _flash.newest_version(GPU) == "torch"
-    too_old = "fa2 is not installed (flash_attn is 2.6.3, older than 2.7): pip "
+    too_old = "fa2 cannot be imported (flash_attn is 2.6.3, older than 2.7): pip "
     assert _flash.version_unavailable("fa2", GPU).startswith(too_old)
     broken = _flash.VERSIONS["fa4"]._replace(load=lambda: torch.no_such_name)
     monkeypatch.setitem(_flash.VERSIONS, "fa4", broken)
     clear_caches()
-    no_name = "fa4 is not installed (module 'torch' has no attribute 'no_such_name')"
+    no_name = "fa4 cannot be imported (module 'torch' has no attribute 'no_such_name')"
     assert no_name in _flash.version_unavailable("fa4", GPU)
+
+    def fail():
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setitem(_flash.VERSIONS, "fa4", broken._replace(load=fail))
+    clear_caches()
+    assert _flash.version_unavailable("fa4", GPU).startswith("fa4 cannot be imported (two lines): pip install ")
+    assert "head dims that are multiples of 32" in _flash.version_unavailable("fa4", GPU, 80)
+    assert _flash.newest_version(GPU) == "torch"
 
 
 def test_fa4_keeps_its_kernels_in_the_cache_of_the_user(stand_in, capability, monkeypatch, tmp_path):
@@ -221,7 +230,7 @@ def test_fa2_is_not_installed_if_only_fa4_is(stand_in, capability):
     """Both are in the package flash_attn, so `import flash_attn` succeeds with either."""
     stand_in("fa4")
     assert _flash.version_unavailable("fa4", GPU) is None
-    assert "fa2 is not installed" in _flash.version_unavailable("fa2", GPU)
+    assert "fa2 cannot be imported" in _flash.version_unavailable("fa2", GPU)
 
 
 def test_devices_dtypes_and_head_dims_that_cannot_run(stand_in, capability):
@@ -254,15 +263,15 @@ def test_describe_names_the_version_that_runs(stand_in, capability, monkeypatch)
     assert descriptions["torch"] == f"flash (PyTorch's fa2, torch {torch.__version__})"
 
 
-def test_describe_names_the_package_that_a_newer_version_lacks(stand_in, capability, monkeypatch):
-    """A row of attn=flash on a new GPU says why FlashAttention 2 ran. Older GPUs have no newer version."""
+def test_describe_names_the_package_for_lack_of_which_version_2_runs(stand_in, capability, monkeypatch):
+    """So a row of attn=flash says why FlashAttention 2 ran on a GPU for which there is a newer version."""
     stand_in("torch")
     monkeypatch.setattr(contract, "inputs", lambda shape, **_: {"q": FakeQ(shape), "k": None, "v": None})
     built_in = f"flash (PyTorch's fa2, torch {torch.__version__}"
     for gpu, head_dim, lacks in (
-        ((9, 0), 64, ", without flash-attn-4)"),
-        ((9, 0), 80, ", without flash-attn-3)"),  # FlashAttention 4 has no kernel for D = 80
-        ((10, 0), 64, ", without flash-attn-4)"),
+        ((9, 0), 64, ", flash-attn-4 cannot be imported)"),
+        ((9, 0), 80, ", flash-attn-3 cannot be imported)"),  # FlashAttention 4 computes a wrong dq at D = 80
+        ((10, 0), 64, ", flash-attn-4 cannot be imported)"),
         ((10, 0), 80, ")"),
         ((8, 0), 64, ")"),
         ((12, 0), 64, ")"),

@@ -7,7 +7,7 @@ import torch
 
 from kernels import lookup, names, registry
 from kernels import norm as norm_contract
-from kernels.gpu import triton_unavailable
+from kernels.gpu import package_unavailable, triton_unavailable
 from kernels.names import OPS, preset
 from kernels.registry import (
     AttnConfig,
@@ -187,3 +187,12 @@ def test_a_backend_lacks_only_arguments_that_its_contract_calls_optional(op):
     for impl, module in importable_backends(op).items():
         lacking = arguments - {*inspect.signature(getattr(module, op)).parameters}
         assert lacking <= optional, impl
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError, OSError])
+def test_a_broken_package_is_a_reason_of_one_line(monkeypatch, tmp_path, error):
+    """A package can fail in its import for lack of another one, or because its library is for another machine."""
+    (tmp_path / f"broken_{error.__name__}.py").write_text(f"raise {error.__name__}('two\\nlines')")
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = package_unavailable("some-package>=1", f"broken_{error.__name__}.function")
+    assert reason == "it needs some-package>=1 (two lines): pip install 'some-package>=1'"

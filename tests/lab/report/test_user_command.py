@@ -75,7 +75,7 @@ def test_the_version_of_flash_attention_is_the_one_that_ran():
     for ran, version in {
         FLASH_4: "fa4",
         "flash (PyTorch's fa2, torch 2.11.0)": "torch",
-        "flash (PyTorch's fa2, torch 2.11.0, without flash-attn-4)": "torch",
+        "flash (PyTorch's fa2, torch 2.11.0, flash-attn-4 cannot be imported)": "torch",
         "flash (fa3, x)": "fa3",
     }.items():
         row["kernels"]["attention"] = ran
