@@ -18,6 +18,8 @@ from kernels.tuned import is_choice, read_table, table_paths, tables_in_use
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETER_ROUNDS_TO_FP8 = False  # a test that mends the interpreter sets it
 SHARED_BYTES = 227 * 1024  # of a multiprocessor with compute capability 9.0
+# What the import of a package raises that is missing, for another PyTorch, or has a broken library
+IMPORT_ERRORS = ImportError, AttributeError, RuntimeError, OSError
 
 
 def gpu_unavailable(device: torch.device, capability: tuple[int, int] = (8, 0)) -> str | None:
@@ -60,7 +62,7 @@ def package_unavailable(package: str, symbol: str) -> str | None:
     module, _, name = symbol.rpartition(".")
     try:
         getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, RuntimeError, OSError) as error:  # the last two: a library of it is broken
+    except IMPORT_ERRORS as error:
         return f"it needs {package} ({one_line(error)}): pip install '{package}'"
     return None
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from common.terminal import one_line
+from kernels.gpu import IMPORT_ERRORS
 from kernels.tuned import user_cache
 
 
@@ -281,7 +282,7 @@ def version_unavailable(name: str, device: torch.device, head_dim: int | None = 
     version = VERSIONS[name]
     try:
         version.load()
-    except Exception as error:  # the package is missing, broken or for another torch, and may raise anything
+    except IMPORT_ERRORS as error:
         return f"{name} cannot be imported ({one_line(error)}): {version.install}"
     return None
 
